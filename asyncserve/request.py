@@ -1,0 +1,354 @@
+"""What a client asks and what it gets: the values that cross every border of the package.
+
+A `Request` goes in, `RequestOutput`s come out through an `OutputSink`. Values that are made once per
+request are frozen. Values that are made once per token (`TokenDelta`, `RequestOutput`) are plain
+slotted dataclasses, because a frozen one costs three times as much to build; treat them as frozen all
+the same. Nothing here knows HTTP, asyncio, torch or a clock.
+"""
+
+import enum
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from asyncserve.errors import AsyncserveError, InvalidRequest
+
+MAX_STOP_STRINGS = 64
+"""More stop strings than this are refused: each is compared with every token."""
+
+MAX_STOP_CHARACTERS = 4096
+"""More characters than this in all stop strings together are refused: a table is built of them."""
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended; the value is what OpenAI's API calls it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Bad values are refused when built.
+
+    Args:
+        n: Number of independent continuations of the prompt, at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: Keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: Keep the smallest set of tokens whose probability reaches it, in (0, 1].
+        min_p: Drop tokens less likely than `min_p` times the likeliest, in [0, 1].
+        max_tokens: Most tokens to generate; None means as many as the context holds.
+        min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
+        stop: Strings that end the sequence; the text never contains them.
+        stop_token_ids: Token ids that end the sequence besides the model's EOS.
+        include_stop_str_in_output: Keep the stop string at the end of the text.
+        ignore_eos: The model's EOS does not end the sequence.
+        seed: Makes sampling repeatable whatever else is in the batch; None draws one.
+        presence_penalty: Subtracted from the logit of every token already generated, in [-2, 2].
+        frequency_penalty: Subtracted once per occurrence among the generated tokens, in [-2, 2].
+        repetition_penalty: Divides (or multiplies) logits of tokens in prompt or output; 1 is off.
+        logit_bias: Token id to a value in [-100, 100] added to its logit.
+        num_logprobs: Log-probabilities of this many likeliest tokens with each output token; 0 gives
+            only the chosen token's, None gives none.
+        num_prompt_logprobs: The same for every prompt token but the first.
+        skip_special_tokens: Leave special tokens out of the text.
+
+    Raises:
+        InvalidRequest: A value is out of range; `param` names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        _in_range("n", self.n, low=1)
+        _in_range("temperature", self.temperature, low=0.0)
+        _in_range("top_k", self.top_k, low=0)
+        _in_range("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
+        _in_range("min_p", self.min_p, low=0.0, high=1.0)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, low=1)
+        _in_range("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens"
+            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are taken", param="stop"
+            )
+        num_characters = sum(map(len, self.stop))
+        if num_characters > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop has {num_characters} characters in all; at most {MAX_STOP_CHARACTERS} are taken",
+                param="stop",
+            )
+        if any(not text for text in self.stop):
+            raise InvalidRequest("stop may not hold an empty string", param="stop")
+        for token_id in self.stop_token_ids:
+            _in_range("stop_token_ids", token_id, low=0)
+        _in_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, low=0.0, low_is_open=True)
+        for token_id, bias in self.logit_bias.items():
+            _in_range("logit_bias", token_id, low=0)
+            _in_range("logit_bias", bias, low=-100.0, high=100.0)
+        if self.seed is not None:
+            _in_range("seed", self.seed, low=-(2**63), high=2**63 - 1)
+        if self.num_logprobs is not None:
+            _in_range("logprobs", self.num_logprobs, low=0)
+        if self.num_prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.num_prompt_logprobs, low=0)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty changes the logits, so that token counts must be kept."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _in_range(
+    name: str, value: float, *, low: float, high: float = math.inf, low_is_open: bool = False
+) -> None:
+    # NaN compares false with everything, so the test is written as "not inside".
+    inside = (low < value if low_is_open else low <= value) and value <= high and not math.isinf(value)
+    if not inside:
+        opening = "(" if low_is_open else "["
+        upper = "" if high == math.inf else f" and at most {high}"
+        bound = f"above {low}" if low_is_open else f"at least {low}"
+        raise InvalidRequest(
+            f"{name} is {value}; it must be {bound}{upper}"
+            if high == math.inf
+            else f"{name} is {value}; it must lie in {opening}{low}, {high}]",
+            param=name,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPrompt:
+    """A prompt as text; `add_special_tokens` lets the tokenizer add what it adds by itself (BOS)."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensPrompt:
+    """A prompt as token ids, taken as they are."""
+
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """A conversation, rendered through the model's chat template.
+
+    Args:
+        messages: Each with `role` and `content`, as the template expects them.
+        add_generation_prompt: End with the opening of the assistant's turn.
+        continue_final_message: Leave the last message open, so that the model continues it.
+        template_kwargs: Further names the template may use.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = TextPrompt | TokensPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request as it enters the engine.
+
+    Args:
+        request_id: Unique among the requests in the engine.
+        arrival_s: Monotonic time at which it was received.
+        priority: Lower runs first under the `priority` policy; ignored under `fcfs`.
+        cache_salt: Separates prefix caches: blocks are shared only among equal salts.
+    """
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    arrival_s: float
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedRequest:
+    """One sequence of a request, ready for the scheduler; a request with `n` = 3 makes three.
+
+    Args:
+        sequence_id: Unique for the life of the engine; what scheduler and detokenizer know it by.
+        index: Which of the request's `n` choices this is.
+        prompt_token_ids: `array('i')`, at least one token.
+        max_output_len: Most tokens to generate: `max_tokens` cut to what the context holds.
+        stop_token_ids: Every id that ends the sequence: the request's and, unless ignored, the EOS ids.
+        seed: What the sampler uses, 64 bits, drawn if the request gave none.
+    """
+
+    request: Request
+    sequence_id: int
+    index: int
+    prompt_token_ids: "array[int]"
+    max_output_len: int
+    stop_token_ids: frozenset[int]
+    seed: int
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probability of one token and of its likeliest rivals.
+
+    Args:
+        token_id: The token that was chosen (or that stands in the prompt).
+        logprob: Its log-probability under the model's own distribution (before temperature, penalties
+            and truncation).
+        rank: How many tokens were at least as likely, itself included; 1 is the likeliest.
+        top: (token id, logprob) of the likeliest tokens, likeliest first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """What one step gave one sequence: scheduler → detokenizer.
+
+    Args:
+        token_ids: New output tokens, oldest first; may be empty when only the end is reported. A stop
+            token (EOS included) that ended the sequence is the last of them.
+        logprobs: One per new token, if asked for.
+        prompt_logprobs: One per prompt token from the second on, delivered once, with the first token.
+        finish_reason: Set on the last delta of the sequence.
+        stop_token_id: The stop token that ended it, if it was one of the request's `stop_token_ids` or
+            the EOS: its text is left out.
+        num_cached_tokens: Prompt tokens taken from the prefix cache.
+        error: Why it ended, with FinishReason.ERROR.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    error: AsyncserveError | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one sequence, given with its last output."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """New output of one choice of a request: detokenizer → sink.
+
+    Args:
+        index: Which of the request's `n` choices.
+        text: New text; empty while bytes of a character or the start of a stop string are held back.
+        token_ids: New token ids.
+        logprobs: One per new token, if asked for.
+        prompt_logprobs: With the first output, if asked for.
+        finish_reason: Set on the choice's last output; nothing follows it.
+        stop_reason: The stop string or stop token id that ended it (None for EOS and length).
+        usage: Counts up to this output; set with `finish_reason`, and on every output of a sink whose
+            `wants_usage` is true.
+        error: Set with FinishReason.ERROR.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    error: AsyncserveError | None = None
+
+    def merge(self, later: "RequestOutput") -> "RequestOutput":
+        """Return this output followed by a `later` one of the same choice, as one."""
+        return RequestOutput(
+            index=self.index,
+            text=self.text + later.text,
+            token_ids=[*self.token_ids, *later.token_ids],
+            logprobs=_concatenated(self.logprobs, later.logprobs),
+            prompt_logprobs=_concatenated(self.prompt_logprobs, later.prompt_logprobs),
+            finish_reason=later.finish_reason,
+            stop_reason=later.stop_reason,
+            usage=later.usage or self.usage,
+            error=later.error,
+        )
+
+
+def _concatenated(
+    first: Sequence[TokenLogprobs] | None, second: Sequence[TokenLogprobs] | None
+) -> Sequence[TokenLogprobs] | None:
+    if first is None or second is None:
+        return first if second is None else second
+    return [*first, *second]
+
+
+class OutputSink(Protocol):
+    """Where a request's output goes. Called on the loop thread, once per choice and step at most.
+
+    `begin` is called once, when the prompt is tokenized. `put` then takes the outputs of all choices, in
+    order per choice; after each of the `n` choices has had one with a `finish_reason`, nothing more
+    comes. `fail` replaces all further calls when the request cannot be served (tokenizing failed,
+    admission refused, engine stopped). None of them may block, await or raise: a sink that is behind
+    merges or drops on its own account.
+    """
+
+    wants_usage: bool
+
+    def begin(self, prompt_token_ids: "array[int]") -> None:
+        """Take note of the tokenized prompt; the first call, made before any output."""
+
+    def put(self, output: RequestOutput) -> None:
+        """Take new output of one choice."""
+
+    def fail(self, error: AsyncserveError) -> None:
+        """Take the error that ends the whole request."""

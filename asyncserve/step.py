@@ -1,0 +1,168 @@
+"""What one GPU step is asked and what it gives: the whole contract between `loop` and `gpu`.
+
+A `StepPlan` holds no tensor and pickles to an equal value, so the device side can be a thread, several
+processes or a fake. Rules that every plan keeps (checked by `tests/contracts/plan_rules.py`):
+
+* slots in `sequences` are distinct; a slot is admitted before (or in) the first plan that uses it and not
+  used after the plan that releases it, until admitted again;
+* `num_tokens` is at most the token budget, every `ScheduledSequence.num_tokens` at least 1;
+* block ids are in `1 … num_blocks - 1` (block 0 is the null block) and a slot's table, as built up by
+  appends, covers `start + num_tokens` positions of every sequence scheduled;
+* a sequence's steps are contiguous: `start` equals the previous `start + num_tokens`.
+
+Within one plan the device applies, in this order: releases, admissions, block appends, the step itself.
+Within the step each layer writes the K and V of *all* its tokens before any sequence attends, so a
+sequence may read blocks that another sequence of the same plan fills.
+"""
+
+from array import array
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from asyncserve.kv_spec import KVGroup
+from asyncserve.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotAssignment:
+    """A sequence enters a slot: everything the device must know once.
+
+    Args:
+        slot: The device row, in `0 … num_slots - 1`, which is the sequence's until released.
+        token_ids: Every token known now: the prompt, and outputs if it was preempted before.
+        prompt_len: How many of them are the request's prompt; the rest are earlier outputs. Penalties
+            and sampling positions need the difference.
+        sampling: The request's parameters.
+        seed: 64-bit seed of its random numbers.
+        stop_token_ids: Tokens that `min_tokens` forbids.
+    """
+
+    slot: int
+    token_ids: "array[int]"
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's part of a step. A named tuple: one is built per sequence and step.
+
+    Args:
+        slot: Its row.
+        start: First position computed: how many tokens are already in the KV cache.
+        num_tokens: Positions computed: 1 for a decode step, a chunk for prefill.
+        samples: Whether the last position's logits are sampled; False for a prefill chunk that does not
+            reach the last known token.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+class BlockAppend(NamedTuple):
+    """Blocks added to the end of a slot's block table in one KV group."""
+
+    group_id: int
+    slot: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step is asked. `step_id` counts up by one from 0.
+
+    `sequences` lists decode steps first, then prefill chunks.
+    """
+
+    step_id: int
+    sequences: tuple[ScheduledSequence, ...]
+    admitted: tuple[SlotAssignment, ...] = ()
+    released_slots: tuple[int, ...] = ()
+    block_appends: tuple[BlockAppend, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions computed by the step, all sequences together."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that sample a token in this step."""
+        return sum(sequence.samples for sequence in self.sequences)
+
+
+BAD_LOGITS = -1
+"""Stands for the token of a row whose logits were not finite: that sequence ends with an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one step gave.
+
+    Args:
+        step_id: The plan it answers.
+        token_ids: One per sampling sequence, in the plan's order; `BAD_LOGITS` where logits were not finite.
+        logprobs: Slot to the sampled token's log-probabilities, for the slots that asked.
+        prompt_logprobs: Slot to one entry per prompt token scored in this step (positions `start + 1`
+            to `start + num_tokens`, as far as they are prompt), for the slots that asked.
+        device_s: Seconds the device worked on the step.
+        launch_s: Seconds the device thread needed to prepare and launch it (on a CPU, all but the work).
+        idle_s: Seconds the device had nothing to do before this step, while the server had running
+            sequences.
+    """
+
+    step_id: int
+    token_ids: Sequence[int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    device_s: float = 0.0
+    launch_s: float = 0.0
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorInfo:
+    """What the started device side offers the scheduler.
+
+    Args:
+        num_slots: Rows, hence most sequences running at once.
+        kv_groups: With their pool sizes.
+        max_model_len: Most tokens (prompt and output) of one sequence.
+        vocab_size: Rows of the output matrix; every token id is below it.
+        max_num_batched_tokens: Token budget of one step.
+        max_unapplied: Steps that may be submitted and not yet applied: 2 is one step ahead.
+        device_name: For people.
+    """
+
+    num_slots: int
+    kv_groups: tuple[KVGroup, ...]
+    max_model_len: int
+    vocab_size: int
+    max_num_batched_tokens: int
+    max_unapplied: int = 2
+    device_name: str = ""
+
+
+class Executor(Protocol):
+    """The device side, as the loop sees it."""
+
+    async def start(self) -> ExecutorInfo:
+        """Load everything and return when steps can be submitted.
+
+        Raises:
+            StartupError: With what to change.
+        """
+
+    def submit(self, plan: StepPlan) -> Awaitable[StepOutput]:
+        """Queue one step and return at once; steps run and finish in the order submitted.
+
+        The awaitable raises `StepFailed` if the step raised, `EngineStopped` if the executor stopped
+        before the step ran.
+        """
+
+    async def stop(self) -> None:
+        """Finish the step that runs, fail the ones that wait, free the device. Idempotent."""
