@@ -1,0 +1,173 @@
+"""The chat template: messages in, one prompt text out, through a sandboxed jinja2 environment.
+
+Set up as transformers does it, because templates are written for that: block trimming, loop controls,
+`raise_exception`, `strftime_now`, a `tojson` that escapes no HTML, the `generation` tag. Compiled once.
+Knows neither token ids nor HTTP; what goes wrong while rendering is the request's fault.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.ext import loopcontrols as loop_controls
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from asyncserve.errors import CheckpointError, InvalidRequest
+from asyncserve.request import ChatPrompt
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+"""Names that a checkpoint with several templates gives them."""
+
+_OPEN_END = "ASYNCSERVE-CONTINUES-HERE "
+"""Marks where the last message ends, so that what the template puts behind it can be cut off."""
+
+_RENDERING_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class ChatTemplate:
+    """One checkpoint's template, or several by name.
+
+    Args:
+        sources: Name to jinja2 text; `default` is used, `tool_use` if tools are given.
+        special_tokens: Names such as `bos_token` that templates may use, with the tokens' text.
+
+    Raises:
+        CheckpointError: A template does not parse, or none is named `default`.
+    """
+
+    def __init__(self, sources: Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
+        if DEFAULT not in sources:
+            raise CheckpointError(
+                f"the model has chat templates {sorted(sources)} but none named {DEFAULT!r}; "
+                "choose one with --chat-template"
+            )
+        environment = _environment()
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template has an error in line {error.lineno}: {error.message}"
+            ) from error
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Return the conversation as the model was trained to see it.
+
+        Raises:
+            InvalidRequest: The template refuses the messages or cannot deal with them.
+        """
+        messages = [_plain_message(message) for message in prompt.messages]
+        if not messages:
+            raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
+        if prompt.continue_final_message:
+            content = messages[-1].get("content")
+            if not isinstance(content, str):
+                raise InvalidRequest("the final message has no text to continue", param="messages")
+            messages[-1]["content"] = content + _OPEN_END
+        tools = prompt.template_kwargs.get("tools")
+        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
+        values: dict[str, Any] = {**self._special_tokens, "tools": None, "documents": None}
+        values.update(prompt.template_kwargs)
+        values["messages"] = messages
+        values["add_generation_prompt"] = prompt.add_generation_prompt and not prompt.continue_final_message
+        try:
+            text = self._templates[name].render(values)
+        except _RENDERING_ERRORS as error:
+            raise InvalidRequest(
+                f"the model's chat template does not accept these messages: {error}", param="messages"
+            ) from error
+        return _cut_open(text) if prompt.continue_final_message else text
+
+
+def _cut_open(text: str) -> str:
+    at = text.rfind(_OPEN_END.strip())
+    if at < 0:
+        raise InvalidRequest(
+            "the final message cannot be continued: the chat template does not keep its text",
+            param="continue_final_message",
+        )
+    # A template that trims messages has trimmed the space at the end of the mark, and would have trimmed
+    # the message's own.
+    return text[:at] if text.startswith(_OPEN_END, at) else text[:at].rstrip()
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    # Absent and null are the same to a client, but many templates print or reject a null.
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content")
+    if content is not None and not isinstance(content, str):
+        plain["content"] = _joined_text(content)
+    return plain
+
+
+def _joined_text(parts: object) -> str:
+    """Return text parts as one string, a line each: most templates take nothing but a string."""
+    if not isinstance(parts, Sequence):
+        raise InvalidRequest("a message's content must be a string or a list of parts", param="messages")
+    texts = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if (kind not in ("text", None)) or not isinstance(text, str):
+            raise InvalidRequest(
+                f"content part of type {kind!r} is not supported: this model takes text parts, "
+                '{"type": "text", "text": "..."}',
+                param="messages",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loop_controls]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it prints it."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared by jinja2 as a plain set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    # The model is told the date where the server stands, as transformers does.
+    return datetime.now().strftime(layout)
