@@ -1,0 +1,21 @@
+"""The device side: a `StepPlan` comes in, a `StepOutput` goes out. No HTTP, no scheduling, no text.
+
+In the order a step meets them:
+
+executor.py      one thread owns the device; a first-in first-out inbox; errors of torch become ours
+startup.py       device, model, weights, memory, KV cache, warm-up: gives a runner and what it offers
+runner.py        one step: rows → batch → forward → sample → write back → copy out
+slots.py         the token history: a persistent device row per running sequence
+block_tables.py  block tables per KV group; slot mapping
+batch.py         the step's tensors, each with shape and dtype; made from the plan and the rows
+staging.py       one packed host-to-device copy a step
+kv_cache.py      the paged K and V of every layer
+models/          one architecture a file
+layers/          what models are made of
+attention/       the seam of paged attention and its backends
+sampling/        logits → tokens and log-probabilities
+completion.py    device event → future on the event loop
+weights.py       checkpoint files → named tensors
+parallel.py      tensor parallelism as an object
+device.py        streams, events, pinned memory, memory figures, for cuda and cpu
+"""

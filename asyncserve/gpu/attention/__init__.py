@@ -1,0 +1,7 @@
+"""Attention: the seam between models and the paged KV cache, and its implementations.
+
+interface.py   what a layer asks, what a backend must do
+registry.py    backends by name, and which one a device gets
+reference.py   plain torch, any device
+cpu.py         made fast for processors
+"""

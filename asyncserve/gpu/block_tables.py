@@ -1,0 +1,109 @@
+"""Block tables of the running sequences, one table per KV group, and the slot mapping made from them.
+
+Takes the plan's appends, gives the step's rows. The tables are kept on the host: they are small, only the
+plan changes them, and the step's part travels with the other index arrays in the one packed copy. Changed
+only by `runner`, in plan order. Knows no reference counts: that is `loop/kv_pool.py`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncserve.errors import InvariantError
+from asyncserve.gpu.staging import Int32Array, Int64Array
+from asyncserve.step import BlockAppend, ScheduledSequence
+
+NULL_BLOCK = 0
+"""Pads short tables; holds zeros and belongs to nobody."""
+
+
+class BlockTable:
+    """The tables of one KV group.
+
+    Args:
+        group_id: The group.
+        num_slots: Rows.
+        max_model_len: Most tokens of a sequence.
+        block_len: Positions per block.
+        num_blocks: Blocks in the group's pool, the null block included.
+    """
+
+    def __init__(
+        self, *, group_id: int, num_slots: int, max_model_len: int, block_len: int, num_blocks: int
+    ) -> None:
+        self.group_id = group_id
+        self.block_len = block_len
+        self.num_blocks = num_blocks
+        # One position more than the longest sequence: a scheduler may hold the block for the token after.
+        self.max_blocks = -(-(max_model_len + 1) // block_len)
+        self._table = np.zeros((num_slots, self.max_blocks), dtype=np.int32)
+        self._lens = np.zeros(num_slots, dtype=np.int64)
+        self._first_unclean: dict[int, int] = {}
+
+    def append(self, append: BlockAppend) -> None:
+        """Add blocks to the end of a slot's table.
+
+        Raises:
+            InvariantError: A block id is outside the pool or the table overflows.
+        """
+        slot = append.slot
+        block_ids = append.block_ids
+        if not block_ids:
+            return
+        begin = int(self._lens[slot])
+        end = begin + len(block_ids)
+        if end > self.max_blocks:
+            raise InvariantError(f"slot {slot} gets {end} blocks; a table holds {self.max_blocks}")
+        if min(block_ids) <= NULL_BLOCK or max(block_ids) >= self.num_blocks:
+            raise InvariantError(
+                f"slot {slot} gets blocks {block_ids}; the pool has 1 … {self.num_blocks - 1}"
+            )
+        self._table[slot, begin:end] = block_ids
+        self._lens[slot] = end
+        self._first_unclean.setdefault(slot, begin)
+
+    def release(self, slot: int) -> None:
+        """Empty a slot's table."""
+        self._table[slot, : self._lens[slot]] = NULL_BLOCK
+        self._lens[slot] = 0
+        self._first_unclean.pop(slot, None)
+
+    def take_unclean(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
+        """Return new blocks of the step's rows whose tail the step leaves unwritten; each block once.
+
+        They may hold what an earlier owner left, non-finite numbers included, at positions that attention
+        masks but still multiplies by zero.
+        """
+        unclean: list[int] = []
+        if not self._first_unclean:
+            return unclean
+        for slot, start, num_tokens, _ in sequences:
+            first = self._first_unclean.pop(slot, None)
+            if first is not None:
+                first = max(first, (start + num_tokens) // self.block_len)
+                unclean.extend(self._table[slot, first : self._lens[slot]].tolist())
+        return unclean
+
+    def rows(self, slots: Int64Array, seq_lens: Int64Array) -> Int32Array:
+        """Return the tables of the step's rows.
+
+        Args:
+            slots: `[num_rows]`.
+            seq_lens: `[num_rows]`, tokens of each row once the step is done.
+
+        Returns:
+            `[num_rows, max_blocks]`, as wide as the longest row needs, padded with the null block.
+
+        Raises:
+            InvariantError: A table does not cover its row's length.
+        """
+        num_blocks = -(-seq_lens // self.block_len)
+        if (num_blocks > self._lens[slots]).any():
+            raise InvariantError(f"a table of group {self.group_id} is shorter than its sequence")
+        return self._table[slots, : num_blocks.max()]
+
+    def slot_mapping(self, slots: Int64Array, positions: Int64Array) -> Int64Array:
+        """Return `block_id * block_len + offset` of each (slot, position), `[num]`."""
+        block_idx = positions // self.block_len
+        # block_id * block_len + position - block_idx * block_len, with one product fewer.
+        return (self._table[slots, block_idx] - block_idx) * self.block_len + positions

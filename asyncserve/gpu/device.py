@@ -1,0 +1,321 @@
+"""The device: streams, events, pinned memory and memory figures, for cuda and for cpu.
+
+The only file that spells torch.cuda's stream API. A CPU has no streams: work is done when the call returns,
+so its events are just moments. Knows no model, cache or plan.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from asyncserve.errors import ConfigError
+
+
+class MemoryInfo(NamedTuple):
+    """Bytes of the device's memory (on a CPU: of the machine, or of the container's limit)."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Event(Protocol):
+    """A point in the device's work."""
+
+    def wait(self) -> None:
+        """Block the calling thread, without the GIL, until the device got there."""
+
+    def seconds_since(self, earlier: "Event") -> float:
+        """Return device time from `earlier` to this one; both must have been reached."""
+
+
+class Device(Protocol):
+    """Where tensors live and kernels run. All but `Event.wait` is called on the device thread.
+
+    Attributes:
+        torch_device: What tensors are created on.
+        name: For people.
+        is_async: Whether kernels run after the call that launches them returned.
+    """
+
+    torch_device: torch.device
+    name: str
+    is_async: bool
+
+    def activate(self) -> None:
+        """Make the calling thread the device thread: its device, stream and number of threads."""
+
+    def memory(self) -> MemoryInfo:
+        """Return free and total memory now."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak for `peak_bytes`."""
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes torch had allocated since `reset_peak`; 0 on a CPU."""
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes torch has allocated now; 0 on a CPU."""
+
+    def empty_cache(self) -> None:
+        """Hand unused memory back to the driver."""
+
+    def record_event(self) -> Event:
+        """Mark the present end of the main stream's work."""
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return `[num_bytes] uint8` host memory the device can copy from and to without a stop."""
+
+    def copy_out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+        """Queue copies to the host behind the work queued so far, beside the work queued later.
+
+        The caller keeps `sources` alive until the event was waited for.
+
+        Returns:
+            Host tensors, valid once the event was waited for, and the event.
+        """
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+
+
+class CpuEvent:
+    """A moment: on a CPU everything before it is done."""
+
+    __slots__ = ("_at_s",)
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Return wall time between the two."""
+        assert isinstance(earlier, CpuEvent)
+        return self._at_s - earlier._at_s
+
+
+class CpuDevice:
+    """The processor and the machine's memory.
+
+    Args:
+        num_threads: Threads of torch's kernels; None for the cores this process may use.
+    """
+
+    is_async = False
+
+    def __init__(self, *, num_threads: int | None = None) -> None:
+        self.torch_device = torch.device("cpu")
+        self.num_threads = num_threads if num_threads is not None else usable_cores()
+        self.name = f"cpu ({_processor_name()}, {self.num_threads} threads)"
+
+    def activate(self) -> None:
+        """Set the number of kernel threads."""
+        torch.set_num_threads(self.num_threads)
+
+    def memory(self) -> MemoryInfo:
+        """Return what the machine, or the container's limit if lower, has left."""
+        machine = _machine_memory()
+        container = _container_memory()
+        return machine if container is None else min(machine, container)
+
+    def reset_peak(self) -> None:
+        """Do nothing: the kernel's own figures are not per phase."""
+
+    def peak_bytes(self) -> int:
+        """Return 0: not measured."""
+        return 0
+
+    def allocated_bytes(self) -> int:
+        """Return 0: not measured."""
+        return 0
+
+    def empty_cache(self) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> Event:
+        """Return the present moment."""
+        return CpuEvent()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return ordinary memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy_out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+        """Return the sources themselves: they are on the host and complete."""
+        return list(sources), CpuEvent()
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+class CudaEvent:
+    """A CUDA event whose `wait` sleeps instead of spinning."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # torch.Event(blocking=True) drops the flag on CUDA; torch.cuda.Event keeps it. A spinning wait would
+        # take a core and the driver's lock from the thread that launches.
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        """Block without the GIL until the stream got there."""
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Return device time between the two."""
+        assert isinstance(earlier, CudaEvent)
+        return float(earlier._event.elapsed_time(self._event)) * 1e-3
+
+
+class CudaDevice:
+    """One NVIDIA GPU: a main stream for work and a copy stream for results.
+
+    Args:
+        index: Which GPU.
+
+    Raises:
+        ConfigError: There is no such GPU.
+    """
+
+    is_async = True
+
+    def __init__(self, *, index: int = 0) -> None:
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise ConfigError(f"device is cuda, but there is no CUDA device {index}; use --device cpu")
+        self.torch_device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(index)
+        self._main = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._copy = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    def activate(self) -> None:
+        """Make this GPU and its main stream current on the calling thread."""
+        torch.cuda.set_device(self.torch_device)
+        torch.cuda.set_stream(self._main)
+
+    def memory(self) -> MemoryInfo:
+        """Return the driver's figures, other processes included."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
+        return MemoryInfo(free_bytes, total_bytes)
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        """Return the allocator's peak since `reset_peak`."""
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def allocated_bytes(self) -> int:
+        """Return the allocator's figure."""
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
+    def empty_cache(self) -> None:
+        """Hand unused blocks back to the driver."""
+        torch.cuda.empty_cache()
+
+    def record_event(self) -> Event:
+        """Record an event on the main stream."""
+        return CudaEvent(self._main)
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return pinned memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy_out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+        """Copy on the copy stream, so that the next step does not queue behind it."""
+        self._copy.wait_stream(self._main)
+        copies = []
+        with torch.cuda.stream(self._copy):
+            for source in sources:
+                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                copy.copy_(source, non_blocking=True)
+                copies.append(copy)
+        return copies, CudaEvent(self._copy)
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the GPU."""
+        torch.cuda.synchronize(self.torch_device)
+
+
+def open_device(kind: str, *, num_threads: int | None = None) -> Device:
+    """Open the device a user asked for.
+
+    Args:
+        kind: auto (cuda if there is one), cuda, cuda:N or cpu.
+        num_threads: For the CPU's kernels; None for the cores this process may use.
+
+    Raises:
+        ConfigError: No such device.
+    """
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        if num_threads is not None and num_threads < 1:
+            raise ConfigError(f"num_threads is {num_threads}; it must be at least 1")
+        return CpuDevice(num_threads=num_threads)
+    name, _, index = kind.partition(":")
+    if name != "cuda" or not (index == "" or index.isdecimal()):
+        raise ConfigError(f"device is {kind!r}; it must be auto, cpu, cuda or cuda:N")
+    return CudaDevice(index=int(index or 0))
+
+
+def has_fast_bfloat16(device: Device) -> bool:
+    """Say whether the device multiplies bfloat16 matrices in hardware."""
+    if device.torch_device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    # These are private in torch 2.11 to 2.13 and absent before; without them float32 is the safe choice.
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use: its affinity, cut to the container's quota."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _read_words(Path("/sys/fs/cgroup/cpu.max"))
+    if len(quota) == 2 and quota[0] != "max":
+        num_cores = min(num_cores, max(1, int(quota[0]) // int(quota[1])))
+    return num_cores
+
+
+def _machine_memory() -> MemoryInfo:
+    figures = {}
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            figures[key] = int(value.split()[0]) * 1024
+        return MemoryInfo(figures["MemAvailable"], figures["MemTotal"])
+    except (OSError, KeyError, ValueError, IndexError):
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryInfo(total_bytes // 2, total_bytes)
+
+
+def _container_memory() -> MemoryInfo | None:
+    limit = _read_words(Path("/sys/fs/cgroup/memory.max"))
+    used = _read_words(Path("/sys/fs/cgroup/memory.current"))
+    if not limit or not used or limit[0] == "max":
+        return None
+    return MemoryInfo(max(0, int(limit[0]) - int(used[0])), int(limit[0]))
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return torch.backends.cpu.get_cpu_capability()

@@ -1,0 +1,85 @@
+"""The paged KV cache: the tensors of every KV group.
+
+Takes sized KV groups, gives each layer its K and its V as `[num_blocks, num_kv_heads, block_len, head_dim]`
+(one head's page is contiguous). Which block serves which sequence is decided by `loop/kv_pool.py`; this file
+never reads a block table.
+
+Invariant: every element is finite unless a model computed it otherwise, because a masked position is still
+multiplied (by zero) and 0 * NaN would spread. Memory starts as zeros, the null block 0 is never written, and
+the runner zeroes what a step leaves unwritten of a new block (`zero_blocks`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from asyncserve.kv_spec import KVGroup
+
+_ALIGNMENT_BYTES = 64
+
+
+class KVCache:
+    """K and V of all layers, indexed by layer id.
+
+    Args:
+        groups: Sized (`num_blocks` above 1); together they name every layer exactly once.
+        device: Where the tensors live.
+
+    Attributes:
+        groups: As given.
+        keys: per layer `[num_blocks, num_kv_heads, block_len, head_dim]`, dtype of the group's spec,
+            contiguous.
+        values: As `keys`.
+        group_of_layer: per layer, the id of its group.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], *, device: torch.device) -> None:
+        self.groups = tuple(groups)
+        layers: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._storages: list[torch.Tensor] = []
+        for group in groups:
+            spec = group.spec
+            storage = _zeros(
+                (
+                    len(group.layer_ids),
+                    2,
+                    group.num_blocks,
+                    spec.num_kv_heads,
+                    spec.block_len,
+                    spec.head_dim,
+                ),
+                dtype=getattr(torch, spec.dtype),
+                device=device,
+            )
+            self._storages.append(storage)
+            for idx, layer_id in enumerate(group.layer_ids):
+                layers[layer_id] = (storage[idx, 0], storage[idx, 1], group.group_id)
+        self.keys = [layers[layer_id][0] for layer_id in range(len(layers))]
+        self.values = [layers[layer_id][1] for layer_id in range(len(layers))]
+        self.group_of_layer = [layers[layer_id][2] for layer_id in range(len(layers))]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors (on a CPU most of them untouched, hence not resident, at first)."""
+        return sum(storage.numel() * storage.element_size() for storage in self._storages)
+
+    def zero_blocks(self, group_id: int, block_ids: torch.Tensor) -> None:
+        """Zero whole blocks in every layer of a group.
+
+        Args:
+            group_id: The group.
+            block_ids: `[num] int64`, on the cache's device.
+        """
+        self._storages[group_id].index_fill_(2, block_ids, 0)
+
+
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros come from calloc, so a page is resident only once it is written; torch.zeros would write
+    # the whole pool. torch's kernels want 64-byte aligned rows.
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+    skip = -raw.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(raw[skip : skip + num_bytes]).view(dtype).view(shape)

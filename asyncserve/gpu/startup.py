@@ -1,0 +1,448 @@
+"""Bring the device side up: device, dtype → model on meta → weights → memory → KV cache → warm-up.
+
+Takes a checkpoint and plain option values, gives a `ModelRunner` and the `ExecutorInfo` that tells the
+scheduler what it may plan. Every choice made here is logged with its reason. Runs once, on the device thread.
+Knows no request and no asyncio.
+"""
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncserve.checkpoint import Checkpoint
+from asyncserve.errors import ConfigError, OutOfDeviceMemory
+from asyncserve.gpu.attention.registry import load_attention
+from asyncserve.gpu.device import Device, has_fast_bfloat16, open_device
+from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.layers.rotary import read_rope_parameters
+from asyncserve.gpu.models.interface import Model
+from asyncserve.gpu.models.registry import load_model_class
+from asyncserve.gpu.runner import ModelRunner
+from asyncserve.gpu.sampling.sampler import Sampler
+from asyncserve.gpu.weights import initialize_dummy, read_weights
+from asyncserve.kv_spec import DTYPE_BYTES, KVGroup, KVSpec
+from asyncserve.request import SamplingParams
+from asyncserve.step import BlockAppend, ExecutorInfo, ScheduledSequence, SlotAssignment, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1024 * 1024
+_CPU_KV_BYTES = 1024 * _MIB
+_DEFAULT_CONTEXT_LEN = 2048
+"""For a configuration that does not say what the model was trained for."""
+
+
+def start_runner(
+    checkpoint: Checkpoint,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_format: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    block_len: int = 16,
+    kv_cache_dtype: str = "auto",
+    gpu_memory_utilization: float = 0.92,
+    kv_cache_memory_bytes: int | None = None,
+    num_gpu_blocks_override: int | None = None,
+    attention_backend: str = "auto",
+    num_threads: int | None = None,
+    seed: int = 0,
+    async_scheduling: bool = True,
+) -> tuple[ModelRunner, ExecutorInfo]:
+    """Load a model and return what runs it and what it offers.
+
+    Args:
+        checkpoint: The model.
+        device: auto, cuda, cuda:N or cpu.
+        dtype: Of weights and activations: auto or a key of `DTYPE_BYTES`.
+        load_format: auto (what the checkpoint holds) or dummy (random weights).
+        max_model_len: Most tokens of a sequence; None for what the model was trained for, cut to what the
+            KV cache holds.
+        max_num_seqs: Most sequences at once; None for 256 on a GPU, 64 on a CPU.
+        max_num_batched_tokens: Most tokens of a step, at least `max_num_seqs`; None for 8192 on a GPU, 512 on
+            a CPU.
+        block_len: Tokens per KV block.
+        kv_cache_dtype: auto (that of the model) or a key of `DTYPE_BYTES`.
+        gpu_memory_utilization: Share of a GPU's memory to use, in (0, 1].
+        kv_cache_memory_bytes: Size of the KV cache instead of measuring what is left.
+        num_gpu_blocks_override: Number of KV blocks, the null block included, instead of computing it.
+        attention_backend: auto or a key of the attention registry.
+        num_threads: Threads of CPU kernels; None for the cores this process may use.
+        seed: Of dummy weights.
+        async_scheduling: Whether a second step may be submitted while one runs.
+
+    Raises:
+        ConfigError: An option cannot work.
+        UnsupportedModel: No implementation of the architecture.
+        CheckpointError: Weights are missing or damaged.
+        OutOfDeviceMemory: Says what to lower.
+    """
+    began_s = time.perf_counter()
+    opened = open_device(device, num_threads=num_threads)
+    opened.activate()
+    is_gpu = opened.is_async
+    dtype = choose_dtype(dtype, checkpoint.config, opened)
+    kv_dtype = dtype if kv_cache_dtype == "auto" else _known_dtype("kv_cache_dtype", kv_cache_dtype)
+    num_slots = max_num_seqs if max_num_seqs is not None else (256 if is_gpu else 64)
+    token_budget = max_num_batched_tokens
+    if token_budget is None:
+        token_budget = max(8192 if is_gpu else 512, num_slots)
+    for name, value in (
+        ("max_num_seqs", num_slots),
+        ("max_num_batched_tokens", token_budget),
+        ("block_size", block_len),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if token_budget < num_slots:
+        # A decode step of every sequence must fit one step, or some would starve.
+        raise ConfigError(
+            f"max_num_batched_tokens is {token_budget}, below max_num_seqs {num_slots}; raise the one or "
+            "lower the other"
+        )
+    trained_len = context_len(checkpoint.config)
+    if max_model_len is not None and not 1 <= max_model_len <= trained_len:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; it must lie in [1, {trained_len}], the model's context length"
+        )
+
+    model, weights_bytes = _load_model(checkpoint, opened, dtype=dtype, load_format=load_format, seed=seed)
+    groups = group_layers(model.kv_specs(block_len=block_len, dtype=kv_dtype))
+    wanted_len = max_model_len if max_model_len is not None else trained_len
+
+    def make_runner(sized: tuple[KVGroup, ...], model_len: int) -> ModelRunner:
+        return ModelRunner(
+            model=model,
+            device=opened,
+            kv_cache=KVCache(sized, device=opened.torch_device),
+            attention=load_attention(attention_backend, sized, opened.torch_device),
+            sampler=Sampler(num_slots, model.vocab_size, model_len, opened.torch_device),
+            num_slots=num_slots,
+            max_model_len=model_len,
+        )
+
+    activation_bytes = 0
+    if is_gpu and kv_cache_memory_bytes is None and num_gpu_blocks_override is None:
+        activation_bytes = _profile(
+            make_runner,
+            groups,
+            opened,
+            num_slots=num_slots,
+            token_budget=token_budget,
+            model_len=wanted_len,
+        )
+    num_blocks, reason = size_pool(
+        groups,
+        opened,
+        wanted_len=max_model_len,
+        utilization=gpu_memory_utilization,
+        weights_bytes=weights_bytes,
+        activation_bytes=activation_bytes,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        num_blocks_override=num_gpu_blocks_override,
+    )
+    model_len = fit_model_len(wanted_len, num_blocks, groups, is_fixed=max_model_len is not None)
+    sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
+    runner = make_runner(sized, model_len)
+    _warm_up(runner, block_len=block_len, model_len=model_len)
+
+    info = ExecutorInfo(
+        num_slots=num_slots,
+        kv_groups=sized,
+        max_model_len=model_len,
+        vocab_size=model.vocab_size,
+        max_num_batched_tokens=token_budget,
+        max_unapplied=2 if async_scheduling else 1,
+        device_name=opened.name,
+    )
+    memory = opened.memory()
+    logger.info(
+        "ready on %s in %.1f s: weights %.0f MiB (%s), activations %s, KV cache %.0f MiB (%s) = %d blocks "
+        "of %d tokens, for sequences of up to %d; %.0f of %.0f MiB free",
+        opened.name,
+        time.perf_counter() - began_s,
+        weights_bytes / _MIB,
+        dtype,
+        f"{activation_bytes / _MIB:.0f} MiB" if activation_bytes else "not measured",
+        num_blocks * _bytes_per_block(groups) / _MIB,
+        reason,
+        num_blocks - 1,
+        block_len,
+        model_len,
+        memory.free_bytes / _MIB,
+        memory.total_bytes / _MIB,
+    )
+    return runner, info
+
+
+def choose_dtype(asked: str, config: Mapping[str, Any], device: Device) -> str:
+    """Return the dtype of weights and activations.
+
+    On a GPU auto is the checkpoint's own, with float32 taken as bfloat16; on a CPU bfloat16 where the
+    processor multiplies it in hardware, else float32.
+
+    Raises:
+        ConfigError: Unknown name.
+    """
+    if asked != "auto":
+        return _known_dtype("dtype", asked)
+    if device.torch_device.type == "cpu":
+        return "bfloat16" if has_fast_bfloat16(device) else "float32"
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return "float16" if stored == "float16" else "bfloat16"
+
+
+def _known_dtype(option: str, name: str) -> str:
+    if name not in DTYPE_BYTES:
+        raise ConfigError(f"{option} is {name!r}; it must be auto, {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def context_len(config: Mapping[str, Any]) -> int:
+    """Return the longest sequence the model is meant for, RoPE scaling included."""
+    max_len = config.get("max_position_embeddings")
+    if max_len is None:
+        return _DEFAULT_CONTEXT_LEN
+    rope = read_rope_parameters(config)
+    if rope["rope_type"] == "linear":
+        return int(max_len * float(rope["factor"]))
+    if rope["rope_type"] == "yarn":
+        return int(rope["original_max_position_embeddings"] * float(rope["factor"]))
+    # llama3, longrope and their like already state the stretched length; dynamic scaling begins beyond it.
+    return int(max_len)
+
+
+def group_layers(specs: Iterable[KVSpec]) -> tuple[KVGroup, ...]:
+    """Put layers that keep the same into one KV group; groups are in order of their first layer."""
+    layers: dict[KVSpec, list[int]] = {}
+    for layer_id, spec in enumerate(specs):
+        layers.setdefault(spec, []).append(layer_id)
+    return tuple(
+        KVGroup(group_id=group_id, spec=spec, layer_ids=tuple(layer_ids))
+        for group_id, (spec, layer_ids) in enumerate(layers.items())
+    )
+
+
+def _bytes_per_block(groups: Iterable[KVGroup]) -> int:
+    # Every group has as many blocks as the others, so a block costs the sum.
+    return sum(group.bytes_per_block for group in groups)
+
+
+def _blocks_for(num_tokens: int, block_len: int) -> int:
+    return -(-num_tokens // block_len)
+
+
+def size_pool(
+    groups: tuple[KVGroup, ...],
+    device: Device,
+    *,
+    wanted_len: int | None,
+    utilization: float,
+    weights_bytes: int,
+    activation_bytes: int,
+    kv_cache_memory_bytes: int | None,
+    num_blocks_override: int | None,
+) -> tuple[int, str]:
+    """Choose the number of KV blocks, the null block included.
+
+    Args:
+        groups: Unsized.
+        device: Whose memory counts.
+        wanted_len: `max_model_len` if the user gave it: one such sequence must fit.
+        utilization: Share of a GPU's memory the server may use.
+        weights_bytes: Of the model.
+        activation_bytes: What a full step needs besides weights and cache.
+        kv_cache_memory_bytes: Asked size.
+        num_blocks_override: Asked number.
+
+    Returns:
+        The number and, for people, why.
+
+    Raises:
+        ConfigError: An asked size is too small for a single block.
+        OutOfDeviceMemory: No room; says what to lower.
+    """
+    per_block = _bytes_per_block(groups)
+    block_len = groups[0].spec.block_len
+    if num_blocks_override is not None:
+        if num_blocks_override < 2:
+            raise ConfigError(f"num_gpu_blocks_override is {num_blocks_override}; it must be at least 2")
+        return num_blocks_override, "as asked"
+    needed_bytes = per_block * (_blocks_for(wanted_len or block_len, block_len) + 1)
+    memory = device.memory()
+    if kv_cache_memory_bytes is not None:
+        if kv_cache_memory_bytes < 2 * per_block:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {kv_cache_memory_bytes}; one block of {block_len} tokens takes "
+                f"{per_block} and two are needed"
+            )
+        if kv_cache_memory_bytes > memory.free_bytes:
+            raise OutOfDeviceMemory(
+                f"kv_cache_memory_bytes is {kv_cache_memory_bytes / _MIB:.0f} MiB, but only "
+                f"{memory.free_bytes / _MIB:.0f} MiB are free; lower it",
+                needed_bytes=kv_cache_memory_bytes,
+                free_bytes=memory.free_bytes,
+            )
+        return kv_cache_memory_bytes // per_block, "as asked"
+    if device.is_async:
+        if not 0 < utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {utilization}; it must lie in (0, 1]")
+        budget = int(utilization * memory.total_bytes) - weights_bytes - activation_bytes
+        # Another process may hold a part of the GPU.
+        room = min(budget, memory.free_bytes - activation_bytes)
+        reason = f"{utilization:.0%} of the GPU less weights and activations"
+        advice = (
+            "raise --gpu-memory-utilization, or lower --max-model-len, --max-num-batched-tokens or "
+            "--max-num-seqs"
+        )
+    else:
+        room = min(_CPU_KV_BYTES, memory.free_bytes // 4)
+        reason = "1 GiB, at most a quarter of the available memory"
+        advice = "lower --max-model-len, set --kv-cache-memory-bytes, or use a smaller dtype"
+        if room < needed_bytes <= memory.free_bytes // 2:
+            room, reason = needed_bytes, "one sequence of max_model_len"
+    if room < max(needed_bytes, 2 * per_block):
+        raise OutOfDeviceMemory(
+            f"the KV cache may take {max(room, 0) / _MIB:.0f} MiB on {device.name}, but one sequence of "
+            f"{wanted_len or block_len} tokens needs {needed_bytes / _MIB:.0f} MiB; {advice}",
+            needed_bytes=needed_bytes,
+            free_bytes=memory.free_bytes,
+        )
+    return room // per_block, reason
+
+
+def fit_model_len(wanted_len: int, num_blocks: int, groups: tuple[KVGroup, ...], *, is_fixed: bool) -> int:
+    """Return the longest sequence the pool holds, at most `wanted_len`.
+
+    Raises:
+        OutOfDeviceMemory: The user fixed a length that does not fit.
+    """
+    block_len = groups[0].spec.block_len
+    held_len = (num_blocks - 1) * block_len
+    if held_len >= wanted_len:
+        return wanted_len
+    if is_fixed:
+        per_block = _bytes_per_block(groups)
+        raise OutOfDeviceMemory(
+            f"max_model_len is {wanted_len}, but the KV cache holds {held_len} tokens; lower --max-model-len "
+            "or enlarge the cache",
+            needed_bytes=(_blocks_for(wanted_len, block_len) + 1) * per_block,
+            free_bytes=num_blocks * per_block,
+        )
+    logger.info("max_model_len is cut from %d to %d, what the KV cache holds", wanted_len, held_len)
+    return held_len
+
+
+def _load_model(
+    checkpoint: Checkpoint, device: Device, *, dtype: str, load_format: str, seed: int
+) -> tuple[Model, int]:
+    """Build on meta, give the parameters memory, fill them; return the model and its weights' bytes."""
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format is {load_format!r}; it must be auto or dummy")
+    model_class = load_model_class(checkpoint.architecture)
+    with torch.device("meta"):
+        model = model_class(checkpoint.config, dtype=getattr(torch, dtype))
+    assert isinstance(model, nn.Module)
+    model.requires_grad_(requires_grad=False)
+    model.to_empty(device=device.torch_device)
+    if load_format == "dummy":
+        initialize_dummy(model, seed)
+    else:
+        model.load_weights(read_weights(checkpoint, progress=True))
+    # Counted before layers rearrange them: packed weights are no parameters any more.
+    weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    model.finish_loading()
+    model.eval()
+    return model, weights_bytes
+
+
+def _profile(
+    make_runner: Callable[[tuple[KVGroup, ...], int], ModelRunner],
+    groups: tuple[KVGroup, ...],
+    device: Device,
+    *,
+    num_slots: int,
+    token_budget: int,
+    model_len: int,
+) -> int:
+    """Run steps of the full token budget with a small cache; return what they need besides weights and cache.
+
+    What the runner keeps for good (token history, sampler state) counts too: it is there beside the cache.
+    """
+    block_len = groups[0].spec.block_len
+    before_bytes = device.allocated_bytes()
+    longest = max(1, model_len - 1)
+    # A few long prompts ask most of attention, one row per slot asks most of the sampler.
+    loads = [
+        [min(longest, max(1, token_budget // num_sequences))] * num_sequences
+        for num_sequences in (min(num_slots, max(1, token_budget // longest)), num_slots)
+    ]
+    num_blocks = 1 + max(len(lens) * _blocks_for(lens[0] + 1, block_len) for lens in loads)
+    sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
+    runner = make_runner(sized, model_len)
+    device.reset_peak()
+    for lens in loads:
+        prefill, _, release = _dummy_steps(lens, groups, block_len, temperature=1.0, top_p=0.9)
+        runner.run(prefill).wait()
+        runner.run(release).wait()
+    device.synchronize()
+    cache_bytes = num_blocks * _bytes_per_block(groups)
+    activation_bytes = device.peak_bytes() - before_bytes - cache_bytes
+    del runner
+    device.empty_cache()
+    return max(0, activation_bytes)
+
+
+def _warm_up(runner: ModelRunner, *, block_len: int, model_len: int) -> None:
+    """Run a prefill and a decode step, so that the first request meets warm kernels, and drop the results."""
+    prompt_len = max(1, min(2 * block_len, model_len - 1))
+    for step in _dummy_steps([prompt_len], runner.kv_groups, block_len):
+        runner.run(step).wait()
+
+
+def _dummy_steps(
+    prompt_lens: list[int],
+    groups: tuple[KVGroup, ...],
+    block_len: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> tuple[StepPlan, StepPlan, StepPlan]:
+    """Return plans: prefill of all prompts, one decode step of each, and their release."""
+    sampling = SamplingParams(temperature=temperature, top_p=top_p)
+    next_block = 1
+    admitted = []
+    appends = []
+    prefills = []
+    decodes = []
+    for slot, prompt_len in enumerate(prompt_lens):
+        admitted.append(
+            SlotAssignment(
+                slot=slot,
+                token_ids=array("i", [0]) * prompt_len,
+                prompt_len=prompt_len,
+                sampling=sampling,
+                seed=0,
+            )
+        )
+        num_blocks = _blocks_for(prompt_len + 1, block_len)
+        block_ids = tuple(range(next_block, next_block + num_blocks))
+        next_block += num_blocks
+        appends += [BlockAppend(group.group_id, slot, block_ids) for group in groups]
+        prefills.append(ScheduledSequence(slot, 0, prompt_len, samples=True))
+        decodes.append(ScheduledSequence(slot, prompt_len, 1, samples=True))
+    return (
+        StepPlan(
+            step_id=0, sequences=tuple(prefills), admitted=tuple(admitted), block_appends=tuple(appends)
+        ),
+        StepPlan(step_id=1, sequences=tuple(decodes)),
+        StepPlan(step_id=2, sequences=(), released_slots=tuple(range(len(prompt_lens)))),
+    )

@@ -1,0 +1,113 @@
+"""A device that works behind the caller's back, as a GPU does, without one.
+
+`copy_out` gives host tensors that stay zero until the event is reached, which happens when the test calls
+`finish`; `host_buffer` memory is handed out as on a GPU. So code written for asynchronous devices (waiter
+thread, packed copies, rotation of buffers) is run, and a result read too early is seen.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from asyncserve.gpu.device import Event, MemoryInfo
+
+
+class FakeEvent:
+    """Reached when the device gets there; counts as one second after the event before it."""
+
+    def __init__(self, order: int) -> None:
+        self.order = order
+        self.reached = threading.Event()
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        """Block until reached."""
+        self.num_waits += 1
+        self.reached.wait()
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Return the distance in events; both must be reached, as CUDA demands."""
+        assert isinstance(earlier, FakeEvent)
+        assert self.reached.is_set()
+        assert earlier.reached.is_set()
+        return float(self.order - earlier.order)
+
+
+PLENTY = MemoryInfo(free_bytes=80 * 2**30, total_bytes=100 * 2**30)
+
+
+class FakeDevice:
+    """An asynchronous device whose tensors live on the CPU.
+
+    Args:
+        holds: Whether events are reached only when `finish` is called; else at once.
+        memory: What `memory` returns.
+    """
+
+    is_async = True
+
+    def __init__(self, *, holds: bool = False, memory: MemoryInfo = PLENTY) -> None:
+        self.torch_device = torch.device("cpu")
+        self.name = "fake"
+        self.holds = holds
+        self.events: list[FakeEvent] = []
+        self.host_buffers: list[torch.Tensor] = []
+        self._memory = memory
+        self._copies: list[tuple[FakeEvent, torch.Tensor, torch.Tensor]] = []
+
+    def activate(self) -> None:
+        """Do nothing."""
+
+    def memory(self) -> MemoryInfo:
+        """Return what the test said."""
+        return self._memory
+
+    def reset_peak(self) -> None:
+        """Do nothing."""
+
+    def peak_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def allocated_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def empty_cache(self) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> Event:
+        """Return an event, reached at once unless the device holds."""
+        event = FakeEvent(len(self.events))
+        self.events.append(event)
+        if not self.holds:
+            event.reached.set()
+        return event
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Return memory, and remember it."""
+        self.host_buffers.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return self.host_buffers[-1]
+
+    def copy_out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+        """Return tensors that are filled when the event is reached."""
+        copies = [torch.zeros_like(source) for source in sources]
+        event = FakeEvent(len(self.events))
+        self.events.append(event)
+        self._copies += [(event, copy, source) for copy, source in zip(copies, sources, strict=True)]
+        if not self.holds:
+            self.finish()
+        return copies, event
+
+    def finish(self) -> None:
+        """Let the device get to the end of what was queued."""
+        for _, copy, source in self._copies:
+            copy.copy_(source)
+        self._copies.clear()
+        for event in self.events:
+            event.reached.set()
+
+    def synchronize(self) -> None:
+        """Finish everything."""
+        self.finish()

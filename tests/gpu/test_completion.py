@@ -1,0 +1,129 @@
+import asyncio
+import functools
+import threading
+
+import pytest
+import torch
+
+from asyncserve.errors import StepFailed
+from asyncserve.gpu.completion import CompletionQueue, PendingOutput
+from asyncserve.gpu.device import CpuDevice
+from asyncserve.step import StepOutput
+from tests.fakes.device import FakeDevice
+
+
+def _note(ended: list[int], idx: int, _: "asyncio.Future[StepOutput]") -> None:
+    ended.append(idx)
+
+
+def pending(device: FakeDevice | CpuDevice, step_id: int, token_id: int) -> PendingOutput:
+    source = torch.tensor([token_id])
+    copies, event = device.copy_out([source])
+    return PendingOutput(
+        step_id=step_id,
+        event=event,
+        sources=[source],
+        finish=lambda: StepOutput(step_id=step_id, token_ids=copies[0].tolist()),
+    )
+
+
+async def test_result_is_read_only_after_the_device_copied_it() -> None:
+    device = FakeDevice(holds=True)
+    loop = asyncio.get_running_loop()
+    queue = CompletionQueue(device, loop)
+    future: asyncio.Future[StepOutput] = loop.create_future()
+    queue.deliver(pending(device, 0, 7), future)
+    await asyncio.sleep(0)
+    assert not future.done()
+    device.finish()
+    assert list((await future).token_ids) == [7]
+    await asyncio.to_thread(queue.close)
+
+
+async def test_failure_of_a_later_step_does_not_overtake_an_earlier_result() -> None:
+    device = FakeDevice(holds=True)
+    loop = asyncio.get_running_loop()
+    queue = CompletionQueue(device, loop)
+    futures: list[asyncio.Future[StepOutput]] = [loop.create_future() for _ in range(2)]
+    ended: list[int] = []
+    for idx, future in enumerate(futures):
+        future.add_done_callback(functools.partial(_note, ended, idx))
+    queue.deliver(pending(device, 0, 7), futures[0])
+    queue.deliver(StepFailed("no", step_id=1), futures[1])
+    device.finish()
+    await asyncio.gather(*futures, return_exceptions=True)
+    assert ended == [0, 1]
+    await asyncio.to_thread(queue.close)
+
+
+@pytest.mark.parametrize("device", [FakeDevice(), CpuDevice(num_threads=1)])
+async def test_error_that_surfaces_while_waiting_fails_that_step(device: FakeDevice | CpuDevice) -> None:
+    def finish() -> StepOutput:
+        raise RuntimeError("an illegal memory access\nsecond line")
+
+    loop = asyncio.get_running_loop()
+    queue = CompletionQueue(device, loop)
+    future: asyncio.Future[StepOutput] = loop.create_future()
+    event = device.record_event()
+    queue.deliver(PendingOutput(step_id=3, event=event, sources=(), finish=finish), future)
+    with pytest.raises(StepFailed, match=r"^step 3 failed: RuntimeError: an illegal memory access$"):
+        await future
+    await asyncio.to_thread(queue.close)
+
+
+@pytest.fixture
+def cpu() -> CpuDevice:
+    return CpuDevice(num_threads=1)
+
+
+async def test_cpu_needs_no_waiting_thread(cpu: CpuDevice) -> None:
+    loop = asyncio.get_running_loop()
+    before = threading.active_count()
+    queue = CompletionQueue(cpu, loop)
+    future: asyncio.Future[StepOutput] = loop.create_future()
+    queue.deliver(pending(cpu, 0, 5), future)
+    assert threading.active_count() == before
+    assert list((await future).token_ids) == [5]
+    queue.close()
+
+
+async def test_close_delivers_what_was_handed_over() -> None:
+    device = FakeDevice()
+    loop = asyncio.get_running_loop()
+    queue = CompletionQueue(device, loop)
+    futures: list[asyncio.Future[StepOutput]] = [loop.create_future() for _ in range(3)]
+    for idx, future in enumerate(futures):
+        queue.deliver(pending(device, idx, idx), future)
+    await asyncio.to_thread(queue.close)
+    assert [list((await future).token_ids) for future in futures] == [[0], [1], [2]]
+
+
+async def test_cancelled_future_is_left_alone() -> None:
+    device = FakeDevice()
+    loop = asyncio.get_running_loop()
+    queue = CompletionQueue(device, loop)
+    futures: list[asyncio.Future[StepOutput]] = [loop.create_future() for _ in range(2)]
+    futures[0].cancel()
+    for idx, future in enumerate(futures):
+        queue.deliver(pending(device, idx, idx), future)
+    assert list((await futures[1]).token_ids) == [1]
+    assert futures[0].cancelled()
+    await asyncio.to_thread(queue.close)
+
+
+def test_sources_live_until_the_copy_is_done() -> None:
+    device = FakeDevice(holds=True)
+    output = pending(device, 0, 9)
+    assert output._sources
+    device.finish()
+    assert list(output.wait().token_ids) == [9]
+    assert not output._sources
+
+
+def test_loop_that_is_closed_meanwhile_is_no_error() -> None:
+    loop = asyncio.new_event_loop()
+    queue = CompletionQueue(CpuDevice(num_threads=1), loop)
+    future: asyncio.Future[StepOutput] = loop.create_future()
+    loop.close()
+    queue.deliver(pending(CpuDevice(num_threads=1), 0, 5), future)
+    assert not future.done()

@@ -1,0 +1,322 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncserve.checkpoint import Checkpoint, CheckpointFormat
+from asyncserve.errors import ConfigError, OutOfDeviceMemory, UnsupportedModel
+from asyncserve.gpu.device import CpuDevice, MemoryInfo
+from asyncserve.gpu.startup import (
+    choose_dtype,
+    context_len,
+    fit_model_len,
+    group_layers,
+    size_pool,
+    start_runner,
+)
+from asyncserve.kv_spec import FullAttention, KVGroup
+from tests.fakes.device import FakeDevice
+from tests.fakes.plan_driver import PlanDriver
+from tests.fakes.tiny_model import tiny_llama_config, tiny_llama_folder
+
+MIB = 2**20
+SPEC = FullAttention(block_len=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+GROUPS = (KVGroup(group_id=0, spec=SPEC, layer_ids=tuple(range(128))),)
+PER_BLOCK = MIB  # 2 * 16 * 2 * 64 * 2 bytes * 128 layers
+
+
+class _Cpu(CpuDevice):
+    """A CPU with as much memory as the test says."""
+
+    def __init__(self, free_bytes: int) -> None:
+        super().__init__(num_threads=1)
+        self._memory = MemoryInfo(free_bytes, 2 * free_bytes)
+
+    def memory(self) -> MemoryInfo:
+        return self._memory
+
+
+def size(device: CpuDevice | FakeDevice, **options: Any) -> tuple[int, str]:
+    defaults: dict[str, Any] = {
+        "wanted_len": None,
+        "utilization": 0.9,
+        "weights_bytes": 0,
+        "activation_bytes": 0,
+        "kv_cache_memory_bytes": None,
+        "num_blocks_override": None,
+    }
+    return size_pool(GROUPS, device, **{**defaults, **options})
+
+
+def test_layers_that_keep_the_same_share_a_group() -> None:
+    other = FullAttention(block_len=16, num_kv_heads=1, head_dim=64, dtype="bfloat16")
+    groups = group_layers([SPEC, other, SPEC, SPEC, other])
+    assert [(group.group_id, group.spec, group.layer_ids) for group in groups] == [
+        (0, SPEC, (0, 2, 3)),
+        (1, other, (1, 4)),
+    ]
+
+
+def test_asked_number_of_blocks_is_taken() -> None:
+    assert size(_Cpu(10 * MIB), num_blocks_override=7)[0] == 7
+    with pytest.raises(ConfigError, match="at least 2"):
+        size(_Cpu(10 * MIB), num_blocks_override=1)
+
+
+def test_asked_bytes_are_taken_if_they_are_there_and_hold_a_block() -> None:
+    assert size(_Cpu(100 * MIB), kv_cache_memory_bytes=10 * PER_BLOCK + 5)[0] == 10
+    with pytest.raises(OutOfDeviceMemory, match="kv_cache_memory_bytes"):
+        size(_Cpu(100 * MIB), kv_cache_memory_bytes=200 * MIB)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        size(_Cpu(100 * MIB), kv_cache_memory_bytes=PER_BLOCK)
+
+
+def test_cpu_takes_a_gibibyte_but_at_most_a_quarter_of_what_is_free() -> None:
+    assert size(_Cpu(64 * 1024 * MIB))[0] == 1024
+    assert size(_Cpu(400 * MIB))[0] == 100
+
+
+def test_cpu_makes_room_for_one_sequence_of_the_asked_length_where_it_can() -> None:
+    assert size(_Cpu(400 * MIB), wanted_len=150 * 16)[0] == 151
+    with pytest.raises(OutOfDeviceMemory, match="--max-model-len") as caught:
+        size(_Cpu(400 * MIB), wanted_len=250 * 16)
+    assert caught.value.needed_bytes == 251 * PER_BLOCK
+    assert caught.value.free_bytes == 400 * MIB
+
+
+def test_gpu_takes_its_share_less_weights_and_activations() -> None:
+    gpu = FakeDevice(memory=MemoryInfo(free_bytes=800 * MIB, total_bytes=1000 * MIB))
+    assert size(gpu, weights_bytes=200 * MIB, activation_bytes=100 * MIB)[0] == 600
+
+
+def test_gpu_takes_no_more_than_other_processes_left() -> None:
+    gpu = FakeDevice(memory=MemoryInfo(free_bytes=300 * MIB, total_bytes=1000 * MIB))
+    assert size(gpu, weights_bytes=200 * MIB, activation_bytes=100 * MIB)[0] == 200
+
+
+def test_gpu_without_room_says_what_to_change() -> None:
+    gpu = FakeDevice(memory=MemoryInfo(free_bytes=800 * MIB, total_bytes=1000 * MIB))
+    with pytest.raises(OutOfDeviceMemory, match="--gpu-memory-utilization"):
+        size(gpu, weights_bytes=950 * MIB)
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        size(gpu, utilization=0.0)
+
+
+def test_default_context_is_cut_to_the_pool_and_an_asked_one_is_not() -> None:
+    assert fit_model_len(100, 8, GROUPS, is_fixed=False) == 100
+    assert fit_model_len(200, 8, GROUPS, is_fixed=False) == 7 * 16
+    with pytest.raises(OutOfDeviceMemory, match="holds 112 tokens"):
+        fit_model_len(200, 8, GROUPS, is_fixed=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"max_position_embeddings": 8192, "rope_scaling": None, "rope_theta": 1e4}, 8192),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                    "rope_theta": 1e6,
+                },
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            131072,
+        ),
+        ({}, 2048),
+    ],
+)
+def test_context_length_is_what_the_configuration_means(config: dict[str, Any], expected: int) -> None:
+    assert context_len(config) == expected
+
+
+def test_dtype_is_the_checkpoints_on_a_gpu_and_what_the_processor_does_well_on_a_cpu() -> None:
+    class Gpu(FakeDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.torch_device = torch.device("cuda")
+
+    assert choose_dtype("auto", {"dtype": "float32"}, Gpu()) == "bfloat16"
+    assert choose_dtype("auto", {"torch_dtype": "float16"}, Gpu()) == "float16"
+    assert choose_dtype("auto", {"torch_dtype": "bfloat16"}, Gpu()) == "bfloat16"
+    cpu = CpuDevice(num_threads=1)
+    assert choose_dtype("auto", {"torch_dtype": "float16"}, cpu) in ("bfloat16", "float32")
+    assert choose_dtype("float32", {}, cpu) == "float32"
+    with pytest.raises(ConfigError, match="dtype is 'int8'"):
+        choose_dtype("int8", {}, cpu)
+
+
+def dummy_checkpoint(**overrides: Any) -> Checkpoint:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "rope_theta": 1e4,
+        **tiny_llama_config(),
+        **overrides,
+    }
+    return Checkpoint(
+        name="dummy",
+        path=Path("nowhere"),
+        format=CheckpointFormat.SAFETENSORS,
+        config=config,
+        generation_config={},
+    )
+
+
+def test_dummy_weights_need_no_file_and_the_info_tells_what_was_chosen() -> None:
+    runner, info = start_runner(
+        dummy_checkpoint(),
+        device="cpu",
+        dtype="float32",
+        load_format="dummy",
+        num_gpu_blocks_override=20,
+        max_num_seqs=3,
+        num_threads=1,
+        async_scheduling=False,
+    )
+    assert (info.num_slots, info.max_model_len, info.vocab_size) == (3, 256, 320)
+    assert (info.max_num_batched_tokens, info.max_unapplied) == (512, 1)
+    assert [(group.num_blocks, group.layer_ids) for group in info.kv_groups] == [(20, (0, 1))]
+    # The warm-up left nothing behind.
+    fresh = PlanDriver(runner, info)
+    assert len(fresh.generate([fresh.admit([1, 2, 3])], 4)[0]) == 4
+
+
+def test_default_token_budget_holds_a_token_of_every_sequence() -> None:
+    _, info = start_runner(
+        dummy_checkpoint(),
+        device="cpu",
+        load_format="dummy",
+        num_gpu_blocks_override=20,
+        max_num_seqs=600,
+        num_threads=1,
+    )
+    assert info.max_num_batched_tokens == 600
+
+
+def test_default_context_is_what_a_small_pool_holds() -> None:
+    _, info = start_runner(
+        dummy_checkpoint(), device="cpu", load_format="dummy", num_gpu_blocks_override=5, num_threads=1
+    )
+    assert info.max_model_len == 64
+    assert (info.num_slots, info.max_unapplied) == (64, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_model_len": 257}, ConfigError, r"\[1, 256\]"),
+        ({"max_model_len": 0}, ConfigError, "max_model_len is 0"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs is 0"),
+        ({"block_len": 0}, ConfigError, "block_size is 0"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, ConfigError, "below max_num_seqs"),
+        ({"kv_cache_dtype": "fp8"}, ConfigError, "kv_cache_dtype is 'fp8'"),
+        ({"load_format": "pickle"}, ConfigError, "load_format is 'pickle'"),
+        ({"attention_backend": "flash"}, ConfigError, "attention_backend is 'flash'"),
+        ({"max_model_len": 256, "num_gpu_blocks_override": 5}, OutOfDeviceMemory, "holds 64 tokens"),
+    ],
+)
+def test_option_that_cannot_work_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    defaults: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "num_threads": 1}
+    with pytest.raises(error, match=message):
+        start_runner(dummy_checkpoint(), **{**defaults, **options})
+
+
+def test_unknown_architecture_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):
+        start_runner(dummy_checkpoint(architectures=["MambaForCausalLM"]), device="cpu", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def start(tiny_folder: Path) -> Callable[..., PlanDriver]:
+    checkpoint = Checkpoint(
+        name="tiny",
+        path=tiny_folder,
+        format=CheckpointFormat.SAFETENSORS,
+        config=json.loads((tiny_folder / "config.json").read_text()),
+        generation_config={},
+    )
+
+    def driver(**options: Any) -> PlanDriver:
+        defaults: dict[str, Any] = {
+            "device": "cpu",
+            "dtype": "float32",
+            "num_gpu_blocks_override": 64,
+            "max_num_seqs": 4,
+            "num_threads": 1,
+        }
+        return PlanDriver(*start_runner(checkpoint, **{**defaults, **options}))
+
+    return driver
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [100] * 40, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [319]]
+
+
+@pytest.mark.slow
+def test_tiny_llama_continues_as_transformers_does(
+    start: Callable[..., PlanDriver], tiny_folder: Path
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    reference = LlamaForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    expected = []
+    for prompt in PROMPTS:
+        output = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
+        )
+        expected.append(output[0, len(prompt) :].tolist())
+    together = start()
+    assert together.generate([together.admit(prompt) for prompt in PROMPTS], 24) == expected
+    chunked = start(block_len=5)
+    assert chunked.generate([chunked.admit(prompt) for prompt in PROMPTS], 24, chunk=7) == expected
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        alone = start()
+        assert alone.generate([alone.admit(prompt)], 24)[0] == tokens
+
+
+@pytest.mark.slow
+def test_every_dtype_runs(start: Callable[..., PlanDriver]) -> None:
+    for dtype in ("bfloat16", "float16"):
+        driver = start(dtype=dtype)
+        assert all(0 <= token_id < 320 for token_id in driver.generate([driver.admit(PROMPTS[0])], 4)[0])
+    mixed = start(dtype="float32", kv_cache_dtype="bfloat16")
+    assert len(mixed.generate([mixed.admit(PROMPTS[2])], 4, chunk=5)[0]) == 4
