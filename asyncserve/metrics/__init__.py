@@ -1,0 +1,5 @@
+"""What Prometheus reads.
+
+`catalogue` (every metric once), `observer` (what is counted when it happens: latencies, tokens, reasons),
+`collector` (what is read when scraped: queues, blocks, caches).
+"""

@@ -1,0 +1,68 @@
+"""What is read when scraped: queues, blocks, caches, channels.
+
+Takes a callable that gives the engine's state and asks it once per scrape, so these values are never stale
+and cost nothing between scrapes. Knows nothing of what happened in between: that is `observer.py`'s.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from asyncserve.metrics.catalogue import ENGINE, Source, counter_family, empty_families, gauge_family
+from asyncserve.observer import EngineStatistics
+
+
+class EngineCollector(Collector):
+    """Exposes the engine's state; the caller registers it.
+
+    Args:
+        statistics: Gives the state of this moment; called on the thread that scrapes.
+        model_name: Value of the label `model_name`.
+        cache_config: Further labels of `cache_config_info`, such as `block_size`; `num_gpu_blocks` is added.
+    """
+
+    def __init__(
+        self,
+        statistics: Callable[[], EngineStatistics],
+        model_name: str,
+        cache_config: Mapping[str, object] | None = None,
+    ) -> None:
+        self._statistics = statistics
+        self._common = (model_name, ENGINE)
+        self._cache_config = {name: str(value) for name, value in (cache_config or {}).items()}
+
+    def describe(self) -> Iterable[Metric]:
+        """Name the metrics that `collect` gives."""
+        return empty_families(Source.COLLECTOR)
+
+    def collect(self) -> Iterable[Metric]:
+        """Give Prometheus the state of this moment."""
+        now = self._statistics()
+        num_used, num_cached = now.num_blocks_used, now.num_blocks_cached
+        yield self._gauge("num_requests_running", {(): now.num_running})
+        yield self._gauge("num_requests_waiting", {(): now.num_waiting})
+        yield self._gauge("kv_cache_usage_perc", {(): num_used / now.num_blocks if now.num_blocks else 0.0})
+        num_free = now.num_blocks - num_used - num_cached
+        yield self._gauge("kv_blocks", {("used",): num_used, ("cached",): num_cached, ("free",): num_free})
+        yield self._gauge("unapplied_steps", {(): now.num_unapplied_steps})
+        yield self._gauge("channel_depth", {(channel.name,): channel.depth for channel in now.channels})
+        yield self._gauge("channel_peak", {(channel.name,): channel.peak for channel in now.channels})
+        yield self._counter("prefix_cache_queries_total", now.prefix_cache_queries)
+        yield self._counter("prefix_cache_hits_total", now.prefix_cache_hits)
+        yield self._counter("num_preemptions_total", now.num_preemptions)
+        cache = self._cache_config | {"num_gpu_blocks": str(now.num_blocks)}
+        info = gauge_family("cache_config_info", further_labels=tuple(cache))
+        info.add_metric((*self._common, *cache.values()), 1)
+        yield info
+
+    def _gauge(self, name: str, values: Mapping[tuple[str, ...], float]) -> Metric:
+        gauge = gauge_family(name)
+        for labels, value in values.items():
+            gauge.add_metric((*self._common, *labels), value)
+        return gauge
+
+    def _counter(self, name: str, value: float) -> Metric:
+        counter = counter_family(name)
+        counter.add_metric(self._common, value)
+        return counter

@@ -1,0 +1,76 @@
+from prometheus_client import CollectorRegistry
+
+from asyncserve.metrics.collector import EngineCollector
+from asyncserve.observer import ChannelStatistics, EngineStatistics
+from tests.metrics.exposition import samples_of, value_of
+
+
+def registry_of(
+    statistics: EngineStatistics, cache_config: dict[str, object] | None = None
+) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(lambda: statistics, "m", cache_config))
+    return registry
+
+
+def test_values_are_those_of_the_engine() -> None:
+    registry = registry_of(
+        EngineStatistics(
+            num_running=3,
+            num_waiting=5,
+            num_blocks=40,
+            num_blocks_used=10,
+            num_blocks_cached=25,
+            num_unapplied_steps=2,
+            prefix_cache_queries=1000,
+            prefix_cache_hits=400,
+            num_preemptions=7,
+            channels=[ChannelStatistics("arrivals", 4, 8, 6), ChannelStatistics("deltas", 0, 8, 1)],
+        )
+    )
+    expected = {
+        "num_requests_running": 3,
+        "num_requests_waiting": 5,
+        "kv_cache_usage_perc": 0.25,
+        "unapplied_steps": 2,
+        "prefix_cache_queries_total": 1000,
+        "prefix_cache_hits_total": 400,
+        "num_preemptions_total": 7,
+    }
+    assert {name: value_of(registry, name) for name in expected} == expected
+    blocks = {sample.labels["state"]: sample.value for sample in samples_of(registry, "kv_blocks")}
+    assert blocks == {"used": 10, "cached": 25, "free": 5}
+    for name, values in (("channel_depth", [4, 0]), ("channel_peak", [6, 1])):
+        assert [value_of(registry, name, channel=channel) for channel in ("arrivals", "deltas")] == values
+
+
+def test_values_are_read_anew_at_every_scrape() -> None:
+    statistics = EngineStatistics(num_running=1)
+    registry = registry_of(statistics)
+    assert value_of(registry, "num_requests_running") == 1
+    statistics.num_running = 2
+    assert value_of(registry, "num_requests_running") == 2
+
+
+def test_an_engine_without_blocks_uses_none() -> None:
+    assert value_of(registry_of(EngineStatistics()), "kv_cache_usage_perc") == 0
+
+
+def test_engine_is_not_asked_before_a_scrape() -> None:
+    def not_started() -> EngineStatistics:
+        raise AssertionError("asked")
+
+    CollectorRegistry().register(EngineCollector(not_started, "m"))
+
+
+def test_cache_config_stands_in_labels() -> None:
+    registry = registry_of(EngineStatistics(num_blocks=40), {"block_size": 16, "enable_prefix_caching": True})
+    (sample,) = samples_of(registry, "cache_config_info")
+    assert sample.value == 1
+    assert sample.labels == {
+        "model_name": "m",
+        "engine": "0",
+        "block_size": "16",
+        "enable_prefix_caching": "True",
+        "num_gpu_blocks": "40",
+    }
