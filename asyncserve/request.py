@@ -82,7 +82,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        # People write stop="\n"; as a tuple that would be taken apart into letters.
+        stop: object = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)

@@ -1,0 +1,91 @@
+"""Multi-head attention as a layer: project, normalize (if the model does), rotate, attend, project back.
+
+The attending itself, cache included, is the backend's: this layer hands it rotated heads.
+"""
+
+import torch
+from torch import nn
+
+from asyncserve.gpu.attention.interface import AttentionLayer, StepAttention
+from asyncserve.gpu.layers.linear import Linear
+from asyncserve.gpu.layers.norm import RMSNorm, rms_norm, rms_norm_floor, rms_norm_gain
+from asyncserve.gpu.layers.rotary import Rotation, rotate
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        layer_id: Index of the layer in the model.
+        hidden_size: Elements of a hidden state.
+        num_heads: Query heads.
+        num_kv_heads: K and V heads.
+        head_dim: Elements per head.
+        qkv_bias: Whether the q, k and v projections have biases.
+        output_bias: Whether the output projection has one.
+        window_len: As in `AttentionLayer`.
+        qk_norm_eps: Epsilon of the RMSNorms on each head of q and of k; None: there are none.
+        dtype: Of weights and activations.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer_id: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        output_bias: bool,
+        window_len: int | None,
+        qk_norm_eps: float | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.layer = AttentionLayer(
+            layer_id=layer_id,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            window_len=window_len,
+        )
+        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        self.qk_and_v = (q_size + kv_size, kv_size)
+        self.q_and_k = (num_heads, num_kv_heads)
+        self.qkv_proj = Linear(
+            hidden_size,
+            q_size + 2 * kv_size,
+            bias=qkv_bias,
+            dtype=dtype,
+            stacked={"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+        )
+        self.o_proj = Linear(q_size, hidden_size, bias=output_bias, dtype=dtype)
+        self.qk_norm_eps = qk_norm_eps
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
+        # gain `[num_heads + num_kv_heads, head_dim]` and floor: both norms at once.
+        self.qk_norm: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def finish_loading(self) -> None:
+        """Put the norms' weights side by side, one row per head, so that one pass serves q and k."""
+        if self.qk_norm_eps is None:
+            return
+        num_heads, num_kv_heads = self.q_and_k
+        weight = torch.cat(
+            (self.q_norm.weight.expand(num_heads, -1), self.k_norm.weight.expand(num_kv_heads, -1))
+        )
+        self.qk_norm = (rms_norm_gain(weight), rms_norm_floor(weight, self.qk_norm_eps))
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
+        """`[num_tokens, hidden_size]` → a new tensor of the same shape."""
+        layer = self.layer
+        qk, v = self.qkv_proj.forward(hidden).split_with_sizes(self.qk_and_v, 1)
+        qk = qk.view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
+        v = v.view(-1, layer.num_kv_heads, layer.head_dim)
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, *self.qk_norm)
+        q, k = rotate(qk, rotation).split_with_sizes(self.q_and_k, 1)
+        return self.o_proj.forward(attention.run(layer, q, k, v))

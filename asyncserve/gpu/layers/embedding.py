@@ -1,0 +1,68 @@
+"""Both ends of a language model: token ids to hidden states, hidden states to logits.
+
+The two may share one matrix (tied). The look-up needs it plain and the product wants it packed, so on a CPU
+a tied model keeps a second, packed copy.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from asyncserve.gpu.layers.linear import pack_weight, packed_linear
+
+
+class Embedding(nn.Module):
+    """The vector of each token id.
+
+    Args:
+        vocab_size: Rows of the table.
+        hidden_size: Elements of a vector.
+        dtype: Of the table.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens] int32` → a new tensor `[num_tokens, hidden_size]`."""
+        return F.embedding(token_ids, self.weight)
+
+
+class OutputHead(nn.Module):
+    """The product of hidden states with the vector of every token.
+
+    Args:
+        vocab_size: Rows of the matrix.
+        hidden_size: Its columns.
+        dtype: Of the matrix.
+        tied_to: The embedding whose table is the matrix; None if the head has its own.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, tied_to: Embedding | None
+    ) -> None:
+        super().__init__()
+        self.tied_to = tied_to
+        self.weight: nn.Parameter | None = None
+        if tied_to is None:
+            self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False)
+        self.packed: torch.Tensor | None = None
+
+    def finish_loading(self) -> None:
+        """Pack the matrix where that is possible; one that is the head's own is freed."""
+        self.packed = pack_weight(self._matrix())
+        if self.packed is not None:
+            self.weight = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden_size]` → `[rows, vocab_size] float32`."""
+        if self.packed is not None:
+            return packed_linear(hidden, self.packed, None).float()
+        return F.linear(hidden, self._matrix()).float()
+
+    def _matrix(self) -> torch.Tensor:
+        if self.tied_to is not None:
+            return self.tied_to.weight
+        assert self.weight is not None
+        return self.weight

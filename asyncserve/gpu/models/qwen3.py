@@ -1,0 +1,111 @@
+"""Qwen3 (dense): Llama's shape with an RMSNorm on every head of q and k, and heads of a size of their own.
+
+Source: arXiv 2505.09388; parameter names as in transformers `modeling_qwen3.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncserve.gpu.attention.interface import StepAttention
+from asyncserve.gpu.batch import Batch
+from asyncserve.gpu.layers.attention import Attention
+from asyncserve.gpu.layers.embedding import Embedding, OutputHead
+from asyncserve.gpu.layers.loading import fill_parameters, finish_layers
+from asyncserve.gpu.layers.mlp import GatedMLP
+from asyncserve.gpu.layers.norm import RMSNorm
+from asyncserve.gpu.layers.rotary import Rotary, Rotation
+from asyncserve.gpu.models.dimensions import Dimensions, layer_windows, read_dimensions
+from asyncserve.kv_spec import FullAttention, KVSpec
+
+
+class Qwen3Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        sizes: Dimensions,
+        *,
+        layer_id: int,
+        window_len: int | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(sizes.hidden_size, eps=sizes.norm_eps, dtype=dtype)
+        self.self_attn = Attention(
+            layer_id=layer_id,
+            hidden_size=sizes.hidden_size,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            qkv_bias=bool(config.get("attention_bias", False)),
+            output_bias=bool(config.get("attention_bias", False)),
+            window_len=window_len,
+            qk_norm_eps=sizes.norm_eps,
+            dtype=dtype,
+        )
+        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, eps=sizes.norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(sizes.hidden_size, sizes.intermediate_size, bias=False, dtype=dtype)
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention) -> None:
+        """Add the layer's two contributions to `hidden`, `[num_tokens, hidden_size]`, in place."""
+        hidden += self.self_attn.forward(self.input_layernorm.forward(hidden), rotation, attention)
+        hidden += self.mlp.forward(self.post_attention_layernorm.forward(hidden))
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The whole model; the methods are those of `Model`."""
+
+    def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = read_dimensions(config, head_dim=128, num_kv_heads=32)
+        windows = layer_windows(config, num_layers=sizes.num_layers)
+        self.sizes = sizes
+        self.vocab_size = sizes.vocab_size
+        self.embed_tokens = Embedding(sizes.vocab_size, sizes.hidden_size, dtype=dtype)
+        self.rotary = Rotary(config, head_dim=sizes.head_dim)
+        self.layers = nn.ModuleList(
+            Qwen3Layer(config, sizes, layer_id=layer_id, window_len=window_len, dtype=dtype)
+            for layer_id, window_len in enumerate(windows)
+        )
+        self.norm = RMSNorm(sizes.hidden_size, eps=sizes.norm_eps, dtype=dtype)
+        self.lm_head = OutputHead(
+            sizes.vocab_size,
+            sizes.hidden_size,
+            dtype=dtype,
+            tied_to=self.embed_tokens if sizes.tied else None,
+        )
+
+    def kv_specs(self, *, block_len: int, dtype: str) -> tuple[KVSpec, ...]:
+        """Return what each layer keeps, by layer index."""
+        spec = FullAttention(
+            block_len=block_len,
+            num_kv_heads=self.sizes.num_kv_heads,
+            head_dim=self.sizes.head_dim,
+            dtype=dtype,
+        )
+        return (spec,) * self.sizes.num_layers
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill every parameter; see `Model.load_weights`."""
+        ignored = ("lm_head.weight",) if self.sizes.tied else ()
+        fill_parameters(self, self.rotary.take_factors(weights), ignored=ignored)
+
+    def finish_loading(self) -> None:
+        """Prepare what follows from the weights; see `Model.finish_loading`."""
+        finish_layers(self)
+
+    def forward(self, batch: Batch, attention: StepAttention) -> torch.Tensor:
+        """Run all layers; returns `[num_tokens, hidden_size]` after the final norm."""
+        hidden = self.embed_tokens.forward(batch.input_ids)
+        rotation = self.rotary.forward(batch.positions)
+        for layer in self.layers:
+            layer.forward(hidden, rotation, attention)
+        return self.norm.forward(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden_size]` → `[rows, vocab_size] float32`."""
+        return self.lm_head.forward(hidden)

@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from asyncserve.gpu.layers.linear import Linear, pack_weight, packed_linear
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+def filled(in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> Linear:
+    layer = Linear(in_features, out_features, bias=bias, dtype=dtype)
+    for parameter in layer.parameters():
+        parameter.data.uniform_(-1, 1)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (37, 51), (16, 1)])
+def test_a_finished_layer_gives_what_the_plain_product_gives(
+    in_features: int, out_features: int, bias: bool, dtype: torch.dtype
+) -> None:
+    layer = filled(in_features, out_features, bias=bias, dtype=dtype)
+    inputs = [torch.randn(rows, in_features).to(dtype) for rows in (1, 2, 7, 33)]
+    weight, offset = layer.weight, layer.bias
+    assert weight is not None
+    expected = [x.float() @ weight.float().T + (0.0 if offset is None else offset.float()) for x in inputs]
+    plain = [layer.forward(x) for x in inputs]
+    layer.finish_loading()
+    for x, before, exact in zip(inputs, plain, expected, strict=True):
+        after = layer.forward(x)
+        assert after.dtype == before.dtype == dtype
+        torch.testing.assert_close(after.float(), exact, atol=TOLERANCES[dtype] * 4, rtol=TOLERANCES[dtype])
+        torch.testing.assert_close(before.float(), exact, atol=TOLERANCES[dtype] * 4, rtol=TOLERANCES[dtype])
+
+
+def test_packing_frees_the_plain_weight_and_keeps_the_bias() -> None:
+    layer = filled(8, 12, bias=True, dtype=torch.float32)
+    layer.finish_loading()
+    if layer.packed is None:
+        pytest.skip("this build of torch packs no weights")
+    assert [name for name, _ in layer.named_parameters()] == ["bias"]
+
+
+def test_a_dtype_that_cannot_be_packed_stays_plain_and_right() -> None:
+    layer = filled(8, 12, bias=False, dtype=torch.float64)
+    layer.finish_loading()
+    assert layer.packed is None
+    assert layer.weight is not None
+    x = torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(layer.forward(x), x @ layer.weight.T)
+
+
+def test_packing_leaves_the_given_weight_alone() -> None:
+    weight = torch.randn(24, 16)
+    before = weight.clone()
+    packed = pack_weight(weight)
+    if packed is None:
+        pytest.skip("this build of torch packs no weights")
+    weight.zero_()
+    x = torch.randn(2, 16)
+    torch.testing.assert_close(packed_linear(x, packed, None), x @ before.T)

@@ -1,0 +1,89 @@
+"""Runs a model step by step over a real paged cache, as the runner would, but for hand-made batches.
+
+The block tables are deliberately out of order, so that an error in page addressing cannot cancel out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from asyncserve.gpu.attention.interface import StepAttention
+from asyncserve.gpu.attention.reference import ReferenceAttention
+from asyncserve.gpu.batch import Batch
+from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.models.interface import Model
+from asyncserve.gpu.models.registry import load_model_class
+from asyncserve.kv_spec import KVGroup
+
+BLOCK_LEN = 4
+BLOCKS_PER_SEQUENCE = 24
+
+
+def build_model(
+    config: Mapping[str, Any],
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Model:
+    """Build on the meta device, load and finish a model on the CPU, in the order startup does."""
+    with torch.device("meta"):
+        model = load_model_class(config["architectures"][0])(config, dtype=dtype)
+    assert isinstance(model, torch.nn.Module)
+    model.to_empty(device="cpu")
+    model.load_weights(weights)
+    model.finish_loading()
+    return model
+
+
+class PagedRun:
+    """A model, a cache, and up to `num_sequences` growing sequences.
+
+    Args:
+        model: Loaded and finished.
+        num_sequences: Whose pages exist.
+    """
+
+    def __init__(self, model: Model, *, num_sequences: int = 1, dtype: str = "float32") -> None:
+        self.model = model
+        specs = model.kv_specs(block_len=BLOCK_LEN, dtype=dtype)
+        num_blocks = 1 + num_sequences * BLOCKS_PER_SEQUENCE
+        group = KVGroup(group_id=0, spec=specs[0], layer_ids=tuple(range(len(specs))), num_blocks=num_blocks)
+        self.kv_cache = KVCache((group,), device=torch.device("cpu"))
+        shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(7)) + 1
+        self.block_tables = shuffled.view(num_sequences, BLOCKS_PER_SEQUENCE)
+        self.lens = [0] * num_sequences
+
+    @torch.inference_mode()
+    def step(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Compute each sequence's next tokens in one batch; return logits `[num_tokens, vocab]` of each."""
+        ordered = sorted(rows, key=lambda sequence: len(rows[sequence]) > 1)
+        query_lens = [len(rows[sequence]) for sequence in ordered]
+        positions = [torch.arange(self.lens[s], self.lens[s] + len(rows[s])) for s in ordered]
+        slot_mapping = [
+            self.block_tables[s][p // BLOCK_LEN] * BLOCK_LEN + p % BLOCK_LEN
+            for s, p in zip(ordered, positions, strict=True)
+        ]
+        for sequence in ordered:
+            self.lens[sequence] += len(rows[sequence])
+        seq_lens = [self.lens[sequence] for sequence in ordered]
+        query_start = torch.tensor([0, *query_lens]).cumsum(0)
+        slots = torch.tensor(ordered)
+        batch = Batch(
+            input_ids=torch.tensor([token for s in ordered for token in rows[s]], dtype=torch.int32),
+            positions=torch.cat(positions),
+            query_start=query_start.to(torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            slots=slots,
+            slot_mapping=(torch.cat(slot_mapping),),
+            block_tables=(self.block_tables[slots].to(torch.int32),),
+            sample_tokens=query_start[1:] - 1,
+            sample_slots=slots,
+            query_lens_host=tuple(query_lens),
+            seq_lens_host=tuple(seq_lens),
+            num_decode_rows=sum(1 for length in query_lens if length == 1),
+        )
+        backend = ReferenceAttention()
+        attention = StepAttention(backend, batch, self.kv_cache, backend.plan(batch, self.kv_cache))
+        logits = self.model.logits(self.model.forward(batch, attention))
+        return dict(zip(ordered, logits.split_with_sizes(query_lens), strict=True))
