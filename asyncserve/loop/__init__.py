@@ -1,0 +1,20 @@
+"""The event-loop side: from request to plan, from step output to text. No torch, no HTTP.
+
+Files in the order a request meets them:
+
+* engine: submit, abort, statistics, start, drain, stop; owns the sinks
+* pipeline: the five coroutines (tokenize, schedule, launch, collect, detokenize) and their wiring
+* channel: bounded, closable queue between two stages
+* admission: a request and its token ids become sequences, or a refusal
+* tokenizer: text to token ids, token ids to bytes
+* gguf_tokenizer: the tokenizer that a GGUF file holds
+* chat_template: a conversation becomes a prompt
+* sequence: one sequence as the scheduler knows it, with its block table
+* waiting: the waiting sequences, in the order of the policy
+* scheduler: which sequences compute how many tokens in the next step; what a finished step means
+* kv_groups: blocks of all KV groups together: match a cached prefix, extend, release
+* kv_pool: the blocks of one group: reference counts, free list in eviction order, prefix index
+* prefix_hash: chained hash of a block's tokens
+* detokenizer: token ids to text, incrementally
+* stop_strings: where a stop string begins in text that still grows
+"""

@@ -1,0 +1,189 @@
+"""The blocks of one KV group: who holds each, which one is given out next, what each contains.
+
+Takes and gives block ids; a block is an index into the device's tensors, whose content it never sees. Does
+not know sequences, tokens or groups. Invariants (`check`):
+
+* block 0, the null block, is never given out; every other block is free or held: `ref_count` 0 or more;
+* the free list holds exactly the blocks with `ref_count` 0, in eviction order, and every operation on it is
+  O(1);
+* a block's digest, if it has one, leads to that block in the index, and the index holds nothing else. A block
+  keeps its digest when it becomes free, until it is given out anew: that is the prefix cache.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from asyncserve.errors import InvariantError
+
+
+class KVBlock:
+    """One block of the pool. `previous` and `next` link the free list while `ref_count` is 0."""
+
+    __slots__ = ("block_id", "digest", "next", "previous", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.digest: bytes | None = None
+        self.previous: KVBlock = self
+        self.next: KVBlock = self
+
+
+class KVBlockPool:
+    """Gives out and takes back the blocks of one group."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Make a pool of `num_blocks` blocks, the null block included."""
+        if num_blocks < 2:
+            raise InvariantError(f"a pool of {num_blocks} blocks has none to give out")
+        self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
+        # The null block closes the ring: its `next` is evicted first, its `previous` last.
+        self._ring = self._blocks[0]
+        self._index: dict[bytes, KVBlock] = {}
+        self._num_free = 0
+        self._num_cached = 0
+        for block in self._blocks[1:]:
+            self._link_last(block)
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can be given out at all."""
+        return len(self._blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody holds, cached ones included."""
+        return self._num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content can still be reused."""
+        return self._num_cached
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Give out blocks in eviction order, each held once; their old content is forgotten."""
+        if num_blocks > self._num_free:
+            raise InvariantError(f"{num_blocks} blocks asked of a pool with {self._num_free} free")
+        block_ids = []
+        for _ in range(num_blocks):
+            block = self._ring.next
+            self._unlink(block)
+            if block.digest is not None:
+                del self._index[block.digest]
+                block.digest = None
+            block.ref_count = 1
+            block_ids.append(block.block_id)
+        return block_ids
+
+    def find(self, digest: bytes) -> int | None:
+        """Return the block with this content, held or free, or None."""
+        block = self._index.get(digest)
+        return None if block is None else block.block_id
+
+    def is_free(self, block_id: int) -> bool:
+        """Return whether nobody holds the block."""
+        return self._blocks[block_id].ref_count == 0
+
+    def acquire(self, block_id: int) -> None:
+        """Hold a block once more, for its content."""
+        block = self._blocks[block_id]
+        if block.ref_count == 0:
+            self._unlink(block)
+        block.ref_count += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give back one hold of each block of a sequence, listed from its beginning to its end.
+
+        The end becomes free first, hence is evicted first: a prefix is of use without its continuation, not
+        the other way round. Blocks without reusable content go to the front of the queue.
+        """
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            if block.ref_count <= 0:
+                raise InvariantError(f"block {block_id} is released and nobody holds it")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.digest is None:
+                    self._link_first(block)
+                else:
+                    self._link_last(block)
+
+    def register(self, block_id: int, digest: bytes) -> None:
+        """Note the content of a held block; the first block with that content stays the one found."""
+        block = self._blocks[block_id]
+        if block.ref_count == 0:
+            raise InvariantError(f"block {block_id} is registered and nobody holds it")
+        if digest not in self._index and block.digest is None:
+            self._index[digest] = block
+            block.digest = digest
+
+    def unregister(self, block_id: int) -> None:
+        """Forget the content of a block: it is not what its digest says."""
+        block = self._blocks[block_id]
+        if block.digest is not None:
+            del self._index[block.digest]
+            block.digest = None
+            if block.ref_count == 0:
+                self._num_cached -= 1
+
+    def check(self, held_by_tables: Iterable[Sequence[int]]) -> None:
+        """Verify the invariants against the block tables of everyone who holds blocks.
+
+        Raises:
+            InvariantError: One does not hold.
+        """
+        expected: dict[int, int] = {}
+        for table in held_by_tables:
+            for block_id in table:
+                expected[block_id] = expected.get(block_id, 0) + 1
+        self._check_blocks(expected)
+        free: list[KVBlock] = []
+        block = self._ring.next
+        while block is not self._ring:
+            if block.next.previous is not block or len(free) > len(self._blocks):
+                raise InvariantError(f"free list is broken at block {block.block_id}")
+            free.append(block)
+            block = block.next
+        if len(free) != self._num_free:
+            raise InvariantError(f"free list holds {len(free)} blocks, {self._num_free} were counted")
+        if any(block.ref_count for block in free):
+            raise InvariantError("the free list holds a block that somebody holds")
+        num_cached = sum(block.digest is not None for block in free)
+        if num_cached != self._num_cached:
+            raise InvariantError(f"{num_cached} free blocks are cached, {self._num_cached} were counted")
+        if len(free) + len(expected) != self.num_usable:
+            raise InvariantError(f"{len(free)} free + {len(expected)} held blocks of {self.num_usable}")
+
+    def _check_blocks(self, expected: Mapping[int, int]) -> None:
+        if 0 in expected:
+            raise InvariantError("a block table holds the null block")
+        num_registered = 0
+        for block in self._blocks:
+            if block.ref_count != expected.get(block.block_id, 0):
+                raise InvariantError(
+                    f"block {block.block_id} has {block.ref_count} references, tables hold"
+                    f" {expected.get(block.block_id, 0)}"
+                )
+            if block.digest is not None:
+                num_registered += 1
+                if self._index.get(block.digest) is not block:
+                    raise InvariantError(f"the index does not lead to block {block.block_id}")
+        if num_registered != len(self._index):
+            raise InvariantError(f"{len(self._index)} index entries for {num_registered} registered blocks")
+
+    def _link_last(self, block: KVBlock) -> None:
+        self._link(block, self._ring.previous, self._ring)
+
+    def _link_first(self, block: KVBlock) -> None:
+        self._link(block, self._ring, self._ring.next)
+
+    def _link(self, block: KVBlock, previous: KVBlock, following: KVBlock) -> None:
+        block.previous, block.next = previous, following
+        previous.next = following.previous = block
+        self._num_free += 1
+        self._num_cached += block.digest is not None
+
+    def _unlink(self, block: KVBlock) -> None:
+        block.previous.next = block.next
+        block.next.previous = block.previous
+        self._num_free -= 1
+        self._num_cached -= block.digest is not None

@@ -1,0 +1,676 @@
+"""Which sequences compute how many tokens in the next step, and what a finished step means for each.
+
+Takes `TokenizedRequest`s, gives `StepPlan`s; takes `StepOutput`s, gives `TokenDelta`s. Pure: no asyncio, no
+torch, no clock (`now_s` comes in). Knows no text: stop strings arrive as `abort`. Owns waiting and running
+sequences and the slots; blocks are `KVAllocator`'s.
+
+Policy. Decode steps first, one token each. What is left of the token budget goes to prompts in order: one
+that fits is computed whole, one that does not gets half of what is left as long as others want some, so a
+long prompt slows the others down but never stops them. A prompt's blocks are taken when it is admitted, all
+at once; a decode step that finds no block preempts the last in order, which waits again with all its known
+tokens.
+
+Invariants (`check`): see also `PlanRules` in the tests.
+
+* at most `max_unapplied` plans are unapplied; outputs are applied in the order of the plans;
+* a slot and its blocks come back when the output of the last plan that mentions the sequence is applied,
+  never before: one rule for finished, failed, aborted and preempted sequences, in
+  `_release_if_unmentioned`;
+* a sequence certain to end by length is not planned any further;
+* whatever waits while nothing runs and nothing is in flight is planned.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncserve.errors import AsyncserveError, InvalidRequest, InvariantError, PromptTooLong, StepFailed
+from asyncserve.loop.kv_groups import KVAllocator
+from asyncserve.loop.sequence import SequenceState, SequenceStatus
+from asyncserve.loop.waiting import WaitingQueue, by_order
+from asyncserve.observer import EngineStatistics, RequestTimeline
+from asyncserve.request import FinishReason, TokenDelta, TokenizedRequest, TokenLogprobs
+from asyncserve.step import (
+    BAD_LOGITS,
+    BlockAppend,
+    ExecutorInfo,
+    ScheduledSequence,
+    SlotAssignment,
+    StepOutput,
+    StepPlan,
+)
+
+MAX_DEFERRED = 64
+"""Waiting sequences passed over in one plan because another is computing their prefix; then the scan ends."""
+
+
+class _Draft:
+    """A plan in the making. `prefills`: (sequence, num_tokens) in order, already counted as computed."""
+
+    __slots__ = ("admitted", "appends", "budget_left", "decodes", "prefills", "step_id")
+
+    def __init__(self, step_id: int, budget: int) -> None:
+        self.step_id = step_id
+        self.budget_left = budget
+        self.decodes: list[SequenceState] = []
+        self.prefills: list[tuple[SequenceState, int]] = []
+        self.admitted: list[SlotAssignment] = []
+        self.appends: list[BlockAppend] = []
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A plan not yet applied: the states in the order of `plan.sequences`, and those of them that sample."""
+
+    plan: StepPlan
+    states: list[SequenceState]
+    sampling: list[SequenceState]
+
+
+class Scheduler:
+    """Continuous batching over one executor.
+
+    Args:
+        info: What the executor offers.
+        policy: `fcfs` or `priority`.
+        enable_prefix_caching: Reuse the blocks of equal prefixes.
+        enable_chunked_prefill: Split prompts over steps; otherwise a prompt is computed whole or waits.
+        long_prefill_token_threshold: Most tokens of one prompt in one step; 0 for no limit of its own.
+        async_scheduling: Plan ahead of the device, as far as `info.max_unapplied` allows.
+
+    Raises:
+        ConfigError: The policy is unknown, or the KV groups cannot be served together.
+    """
+
+    def __init__(
+        self,
+        *,
+        info: ExecutorInfo,
+        policy: str,
+        enable_prefix_caching: bool,
+        enable_chunked_prefill: bool,
+        long_prefill_token_threshold: int = 0,
+        async_scheduling: bool = True,
+    ) -> None:
+        self._info = info
+        self._budget = info.max_num_batched_tokens
+        self._chunks_prefill = enable_chunked_prefill
+        self._prompt_share = self._budget
+        if enable_chunked_prefill and long_prefill_token_threshold > 0:
+            self._prompt_share = min(self._budget, long_prefill_token_threshold)
+        self._max_unapplied = info.max_unapplied if async_scheduling else 1
+        self._allocator = KVAllocator(info.kv_groups, enable_prefix_caching=enable_prefix_caching)
+        # Room kept for decode steps when a prompt is admitted beside others, so that it is not preempted at
+        # once.
+        self._num_spare_blocks = min(group.num_blocks for group in info.kv_groups) // 100
+        self._waiting = WaitingQueue(policy)
+        self._sequences: dict[int, SequenceState] = {}
+        # Running sequences: whole prompt planned, or not yet; each list sorted by order.
+        self._decoding: list[SequenceState] = []
+        self._prefilling: list[SequenceState] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._next_step_id = 0
+        self._last_applied_step_id = -1
+        # Ended or preempted sequences that steps in flight still mention.
+        self._num_releasing = 0
+        self._free_slots = list(range(info.num_slots - 1, -1, -1))
+        self._slot_holders: list[SequenceState | None] = [None] * info.num_slots
+        self._released_slots: list[int] = []
+        self._last_progress_s = 0.0
+        self._num_preemptions = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Most tokens, prompt and output, of one sequence: the context's limit or the KV pool's."""
+        return min(self._info.max_model_len, self._allocator.capacity_len)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence waits or runs, or a step is in flight."""
+        return bool(self._sequences) or bool(self._in_flight)
+
+    def check_admissible(self, prompt_len: int, max_output_len: int) -> None:
+        """Refuse a sequence that could never be served.
+
+        Args:
+            max_output_len: Already cut to what the context leaves.
+
+        Raises:
+            PromptTooLong: It exceeds the context, the KV pool or, without chunked prefill, the token budget.
+            InvalidRequest: The prompt is empty.
+        """
+        if prompt_len < 1:
+            raise InvalidRequest("the prompt has no tokens; at least 1 is needed", param="prompt")
+        context_len, pool_len = self._info.max_model_len, self._allocator.capacity_len
+        if prompt_len >= context_len:
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens; the model's context of {context_len} tokens must hold"
+                " the prompt and at least 1 output token",
+                param="prompt",
+            )
+        if prompt_len >= pool_len:
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens; the KV cache of {pool_len} tokens must hold the prompt"
+                " and at least 1 output token",
+                param="prompt",
+            )
+        if not self._chunks_prefill and prompt_len > self._budget:
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens; without chunked prefill a step, and hence a prompt,"
+                f" has at most {self._budget} tokens",
+                param="prompt",
+            )
+        total_len = prompt_len + max_output_len
+        if total_len > self.max_sequence_len:
+            holder = "model's context" if context_len <= pool_len else "KV cache"
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens, max_tokens is {max_output_len}, {total_len} together;"
+                f" the {holder} holds {self.max_sequence_len}",
+                param="max_tokens",
+            )
+
+    def add(self, request: TokenizedRequest, timeline: RequestTimeline) -> None:
+        """Let a sequence wait for its first step.
+
+        Raises:
+            PromptTooLong: As `check_admissible`.
+            InvariantError: Its id is in use.
+        """
+        self.check_admissible(len(request.prompt_token_ids), request.max_output_len)
+        if request.sequence_id in self._sequences:
+            raise InvariantError(f"sequence {request.sequence_id} was added twice")
+        order = self._waiting.take_order(request.request.priority)
+        sequence = SequenceState(request, timeline, order, self._allocator.num_groups)
+        self._sequences[request.sequence_id] = sequence
+        self._waiting.push(sequence)
+
+    def abort(self, sequence_id: int) -> bool:
+        """End a sequence whose output nobody wants any more, whatever it is doing.
+
+        Returns:
+            False if it is unknown or has ended. Either way no further delta of it comes.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return False
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.status is SequenceStatus.RUNNING:
+            self._leave_running(sequence)
+        self._end(sequence)
+        self._release_if_unmentioned(sequence)
+        return True
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """Return the next step, or None if there is nothing to do now or no credit left.
+
+        Raises:
+            InvariantError: Something waits, nothing runs, and yet nothing can be planned.
+        """
+        if not self._sequences:
+            self._last_progress_s = now_s
+            return None
+        if len(self._in_flight) >= self._max_unapplied:
+            return None
+        draft = _Draft(self._next_step_id, self._budget)
+        scheduled = self._plan_decodes(draft)
+        if draft.budget_left > 0:
+            self._plan_prefills(draft, now_s)
+        if not draft.decodes and not draft.prefills:
+            if not self._in_flight:
+                raise InvariantError(
+                    f"{len(self._waiting)} sequences wait, {len(self._decoding)} decode,"
+                    f" {len(self._prefilling)} prefill, no step is in flight, and none can be planned"
+                )
+            return None
+        return self._submit(draft, scheduled)
+
+    def apply(self, output: StepOutput, now_s: float) -> list[TokenDelta]:
+        """Account for a finished step and return what it gave to whom.
+
+        Raises:
+            InvariantError: It is not the oldest step in flight, or has the wrong number of tokens.
+        """
+        entry = self._take_oldest(output.step_id, now_s)
+        if len(output.token_ids) != len(entry.sampling):
+            raise InvariantError(
+                f"step {output.step_id} gave {len(output.token_ids)} tokens, not {len(entry.sampling)}"
+            )
+        if output.prompt_logprobs:
+            self._gather_prompt_logprobs(entry, output)
+        num_live = len(self._sequences)
+        deltas: list[TokenDelta] = []
+        logprobs = output.logprobs
+        # Once per token of every stream: plain attribute access, no calls but those that make the delta.
+        for sequence, token_id in zip(entry.sampling, output.token_ids, strict=True):
+            sequence.num_unseen_tokens -= 1
+            if not sequence.accepts_output:
+                continue
+            if token_id == BAD_LOGITS:
+                deltas.append(self._end_with_bad_logits(sequence, output.step_id))
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            timeline = sequence.timeline
+            timeline.num_output_tokens += 1
+            if timeline.last_token_s is None:
+                timeline.first_token_s = now_s
+            timeline.last_token_s = now_s
+            delta = TokenDelta(
+                sequence.sequence_id, (token_id,), None, None, None, None, sequence.num_cached_tokens
+            )
+            deltas.append(delta)
+            if logprobs and (entry_logprobs := logprobs.get(sequence.slot)) is not None:
+                delta.logprobs = (entry_logprobs,)
+            if sequence.prompt_logprobs is not None:
+                delta.prompt_logprobs = sequence.prompt_logprobs
+                sequence.prompt_logprobs = None
+            if token_id in sequence.stop_token_ids and len(token_ids) >= sequence.min_len:
+                delta.finish_reason = FinishReason.STOP
+                delta.stop_token_id = token_id
+                self._end(sequence)
+            elif len(token_ids) >= sequence.max_len:
+                delta.finish_reason = FinishReason.LENGTH
+                self._end(sequence)
+        if len(self._sequences) != num_live:
+            self._drop_ended()
+        if self._num_releasing:
+            for sequence in entry.states:
+                self._release_if_unmentioned(sequence)
+        return deltas
+
+    def fail(self, step_id: int, error: StepFailed, now_s: float) -> list[TokenDelta]:
+        """Account for a step that raised: its sequences end with `error`, all others go on.
+
+        What the step should have written to the KV cache is forgotten. A sequence of a later step in flight
+        that read it computes again from its known tokens; its client notices nothing but a pause.
+
+        Raises:
+            InvariantError: It is not the oldest step in flight.
+        """
+        entry = self._take_oldest(step_id, now_s)
+        deltas = []
+        invalid: set[tuple[int, int]] = set()
+        for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
+            sequence.num_unseen_tokens -= scheduled.samples
+            sequence.blocks_are_valid = False
+            invalid |= self._allocator.invalidate(sequence, scheduled.start)
+            if sequence.status is not SequenceStatus.ENDED:
+                deltas.append(self._end_with_error(sequence, error))
+        self._drop_ended()
+        for later in self._in_flight:
+            for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
+                if sequence.blocks_are_valid:
+                    if not self._allocator.holds_any(sequence, invalid):
+                        continue
+                    sequence.blocks_are_valid = False
+                    sequence.accepts_output = False
+                    if sequence.status is SequenceStatus.RUNNING:
+                        self._preempt(sequence)
+                invalid |= self._allocator.invalidate(sequence, scheduled.start)
+        for sequence in entry.states:
+            self._release_if_unmentioned(sequence)
+        return deltas
+
+    def fill_statistics(self, statistics: EngineStatistics) -> None:
+        """Write the scheduler's part of the engine's state."""
+        statistics.num_running = self._info.num_slots - len(self._free_slots)
+        statistics.num_waiting = len(self._waiting)
+        statistics.num_blocks = self._allocator.num_usable
+        statistics.num_blocks_used = self._allocator.num_used
+        statistics.num_blocks_cached = self._allocator.num_cached
+        statistics.num_unapplied_steps = len(self._in_flight)
+        statistics.prefix_cache_queries = self._prefix_cache_queries
+        statistics.prefix_cache_hits = self._prefix_cache_hits
+        statistics.num_preemptions = self._num_preemptions
+        statistics.last_progress_s = self._last_progress_s
+
+    def check(self) -> None:
+        """Verify every invariant that holds between two calls; slow, for tests.
+
+        Raises:
+            InvariantError: One does not hold.
+        """
+        running = self._decoding + self._prefilling
+        holders = [sequence for sequence in self._slot_holders if sequence is not None]
+        _require(len(self._in_flight) <= self._max_unapplied, "no more steps in flight than credits")
+        _require(
+            all(s.status is SequenceStatus.RUNNING for s in running), "the running lists hold running ones"
+        )
+        _require(
+            all(s.status is SequenceStatus.WAITING for s in self._waiting), "the waiting queue holds waiters"
+        )
+        for sequences in (self._decoding, self._prefilling, list(self._waiting)):
+            _require(sequences == sorted(sequences, key=by_order), "sequences stand in order")
+        _require(
+            sorted(self._free_slots + [s.slot for s in holders]) == list(range(self._info.num_slots)),
+            "every slot is free or held once",
+        )
+        releasing = [s for s in holders if s.status is not SequenceStatus.RUNNING]
+        _require(len(releasing) == self._num_releasing, "sequences to be released are counted")
+        _require(
+            {s.sequence_id for s in releasing if s.status is SequenceStatus.PREEMPTED}
+            | {s.sequence_id for s in running}
+            | {s.sequence_id for s in self._waiting}
+            == set(self._sequences),
+            "a live sequence waits, runs or is preempted",
+        )
+        _require(len(running) + len(releasing) == len(holders), "a running sequence holds a slot")
+        _require(
+            all(s.last_step_id > self._last_applied_step_id for s in releasing),
+            "what no step in flight mentions is released",
+        )
+        num_unseen: dict[int, int] = {}
+        for entry in self._in_flight:
+            for sequence in entry.sampling:
+                num_unseen[sequence.slot] = num_unseen.get(sequence.slot, 0) + 1
+            for sequence in entry.states:
+                _require(self._slot_holders[sequence.slot] is sequence, "a sequence in flight holds its slot")
+        for sequence in holders:
+            _require(
+                sequence.num_unseen_tokens == num_unseen.get(sequence.slot, 0), "unseen tokens are in flight"
+            )
+            _require(
+                sequence.block_table.covered_len >= sequence.num_computed_tokens,
+                "computed positions have blocks",
+            )
+        for sequence in running:
+            known_len = len(sequence.token_ids) + sequence.num_unseen_tokens
+            _require(known_len <= sequence.max_len, "no sequence is planned beyond its length")
+        for sequence in self._decoding:
+            known_len = len(sequence.token_ids) + sequence.num_unseen_tokens
+            _require(sequence.num_computed_tokens == known_len - 1, "a decode step has one token to compute")
+        for sequence in self._waiting:
+            _require(not any(sequence.block_table.block_ids), "a waiting sequence holds no blocks")
+        self._allocator.check(holders)
+
+    # Planning
+
+    def _plan_decodes(self, draft: _Draft) -> list[ScheduledSequence]:
+        """Schedule one token of every decoding sequence; return their entries in the plan."""
+        step_id = draft.step_id
+        decodes = draft.decodes
+        scheduled: list[ScheduledSequence] = []
+        lacking: list[SequenceState] = []
+        decoding = self._decoding
+        if len(decoding) > self._budget:
+            decoding = decoding[: self._budget]
+        # Once per stream and step: no calls but those that make the entry.
+        for sequence in decoding:
+            start = sequence.num_computed_tokens
+            if start + 1 >= sequence.max_len:
+                continue
+            if start >= sequence.block_table.covered_len:
+                lacking.append(sequence)
+                continue
+            scheduled.append(ScheduledSequence(sequence.slot, start, 1, True))
+            decodes.append(sequence)
+            sequence.num_computed_tokens = start + 1
+            sequence.num_unseen_tokens += 1
+            sequence.last_step_id = step_id
+        for sequence in lacking:
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            # Its last block is full and known, now that a new one begins.
+            self._allocator.register(sequence)
+            block_ids = self._extend_or_preempt(sequence)
+            if block_ids is None:
+                continue
+            for group_id, block_id in enumerate(block_ids):
+                draft.appends.append(BlockAppend(group_id, sequence.slot, (block_id,)))
+            start = sequence.num_computed_tokens
+            scheduled.append(ScheduledSequence(sequence.slot, start, 1, True))
+            decodes.append(sequence)
+            sequence.num_computed_tokens = start + 1
+            sequence.num_unseen_tokens += 1
+            sequence.last_step_id = step_id
+        draft.budget_left -= len(scheduled)
+        return scheduled
+
+    def _extend_or_preempt(self, sequence: SequenceState) -> list[int] | None:
+        """Return a further block per group, taken from the last in order if need be; None if not now."""
+        while (block_ids := self._allocator.extend(sequence)) is None:
+            # Blocks that come back with a step in flight are waited for: one preemption at a time.
+            if self._num_releasing or any(other.is_planned_to_its_end for other in self._decoding):
+                return None
+            victim = max((group[-1] for group in (self._decoding, self._prefilling) if group), key=by_order)
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        return block_ids
+
+    def _plan_prefills(self, draft: _Draft, now_s: float) -> None:
+        """Share what is left of the budget among prompts: those that run, then those that wait."""
+        prefilling = self._prefilling
+        can_admit = bool(self._waiting) and bool(self._free_slots)
+        for position, sequence in enumerate(prefilling):
+            others_want = can_admit or position + 1 < len(prefilling)
+            if draft.budget_left == 0:
+                break
+            num_tokens = self._prompt_chunk(sequence.num_remaining_tokens, draft, others_want)
+            self._take_chunk(draft, sequence, num_tokens)
+        if can_admit:
+            self._admit_waiting(draft, now_s)
+        # What nobody else wanted goes to the prompts that were cut, in order.
+        for position, (sequence, num_tokens) in enumerate(draft.prefills):
+            if draft.budget_left == 0:
+                break
+            extra = min(sequence.num_remaining_tokens, self._prompt_share - num_tokens, draft.budget_left)
+            if extra > 0:
+                draft.prefills[position] = (sequence, num_tokens + extra)
+                draft.budget_left -= extra
+                sequence.num_computed_tokens += extra
+                self._allocator.register(sequence)
+
+    def _prompt_chunk(self, num_remaining: int, draft: _Draft, others_want: bool) -> int:
+        """Return how many of a prompt's remaining tokens this step computes before leftovers are shared."""
+        left = draft.budget_left
+        if num_remaining > left and others_want:
+            left = max(left // 2, min(left, self._allocator.block_len))
+        return min(num_remaining, left, self._prompt_share)
+
+    def _take_chunk(self, draft: _Draft, sequence: SequenceState, num_tokens: int) -> None:
+        draft.prefills.append((sequence, num_tokens))
+        draft.budget_left -= num_tokens
+        sequence.num_computed_tokens += num_tokens
+        sequence.last_step_id = draft.step_id
+        self._allocator.register(sequence)
+
+    def _admit_waiting(self, draft: _Draft, now_s: float) -> None:
+        """Admit waiting sequences in order, as far as slots, blocks and budget go."""
+        admitted: list[SequenceState] = []
+        num_deferred = 0
+        num_waiting = len(self._waiting)
+        for position, sequence in enumerate(self._waiting):
+            if draft.budget_left == 0 or not self._free_slots or not self._allocator.has_free_blocks:
+                break
+            if self._is_being_computed(sequence, draft):
+                num_deferred += 1
+                if num_deferred == MAX_DEFERRED:
+                    break
+                continue
+            matches = self._allocator.match_prefix(sequence)
+            num_matched = len(matches[0]) * self._allocator.block_len
+            num_remaining = len(sequence.token_ids) - num_matched
+            # Without chunked prefill only a preempted sequence, with its outputs, can exceed the budget: it
+            # is computed in parts. A prompt waits, and lets nobody pass, until it fits beside decode steps.
+            if not self._chunks_prefill and draft.budget_left < num_remaining <= self._budget:
+                break
+            num_tokens = self._prompt_chunk(num_remaining, draft, position + 1 < num_waiting)
+            runs_alone = not (draft.decodes or draft.prefills or self._decoding or self._prefilling)
+            num_spare = 0 if runs_alone else self._num_spare_blocks
+            if not self._allocator.take(sequence, matches, num_spare):
+                break
+            self._enter_slot(draft, sequence, now_s)
+            self._take_chunk(draft, sequence, num_tokens)
+            admitted.append(sequence)
+        for sequence in admitted:
+            self._waiting.remove(sequence)
+            insort(self._prefilling, sequence, key=by_order)
+
+    def _is_being_computed(self, sequence: SequenceState, draft: _Draft) -> bool:
+        """Return whether a prompt of this plan, earlier in order, is about to compute this one's next block.
+
+        Waiting for it costs nothing in the end, and saves computing the same prefix twice.
+        """
+        max_blocks = self._allocator.reusable_blocks(sequence)
+        if max_blocks == 0:
+            return False
+        self._allocator.hash_blocks(sequence, max_blocks)
+        for other, _ in draft.prefills:
+            next_block = other.num_registered_blocks
+            if (
+                next_block < max_blocks
+                and next_block < len(other.block_digests)
+                and other.order < sequence.order
+                and other.block_digests[next_block] == sequence.block_digests[next_block]
+            ):
+                return True
+        return False
+
+    def _enter_slot(self, draft: _Draft, sequence: SequenceState, now_s: float) -> None:
+        slot = self._free_slots.pop()
+        sequence.slot = slot
+        sequence.status = SequenceStatus.RUNNING
+        self._slot_holders[slot] = sequence
+        tokenized, timeline = sequence.tokenized, sequence.timeline
+        if timeline.first_scheduled_s is None:
+            timeline.first_scheduled_s = now_s
+            sequence.num_cached_tokens = timeline.num_cached_tokens = sequence.num_computed_tokens
+            if self._allocator.enable_prefix_caching and sequence.prompt_logprobs is None:
+                self._prefix_cache_queries += sequence.prompt_len
+                self._prefix_cache_hits += sequence.num_computed_tokens
+        draft.admitted.append(
+            SlotAssignment(
+                slot=slot,
+                # A copy: the device thread reads it while this one grows.
+                token_ids=sequence.token_ids[:],
+                prompt_len=sequence.prompt_len,
+                sampling=tokenized.request.sampling,
+                seed=tokenized.seed,
+                stop_token_ids=tokenized.stop_token_ids,
+            )
+        )
+        for group_id, block_ids in enumerate(sequence.block_table.block_ids):
+            draft.appends.append(BlockAppend(group_id, slot, tuple(block_ids)))
+
+    def _submit(self, draft: _Draft, scheduled: list[ScheduledSequence]) -> StepPlan:
+        """Turn the draft into a plan in flight."""
+        states = draft.decodes
+        sampling = states[:] if draft.prefills else states
+        for sequence, num_tokens in draft.prefills:
+            samples = sequence.num_remaining_tokens == 0
+            start = sequence.num_computed_tokens - num_tokens
+            scheduled.append(ScheduledSequence(sequence.slot, start, num_tokens, samples))
+            states.append(sequence)
+            if samples:
+                sampling.append(sequence)
+                sequence.num_unseen_tokens += 1
+                self._prefilling.remove(sequence)
+                insort(self._decoding, sequence, key=by_order)
+        plan = StepPlan(
+            step_id=draft.step_id,
+            sequences=tuple(scheduled),
+            admitted=tuple(draft.admitted),
+            released_slots=tuple(self._released_slots),
+            block_appends=tuple(draft.appends),
+        )
+        self._released_slots.clear()
+        self._next_step_id += 1
+        self._in_flight.append(_InFlight(plan, states, sampling))
+        return plan
+
+    # Accounting
+
+    def _take_oldest(self, step_id: int, now_s: float) -> _InFlight:
+        if not self._in_flight or self._in_flight[0].plan.step_id != step_id:
+            oldest = self._in_flight[0].plan.step_id if self._in_flight else None
+            raise InvariantError(f"step {step_id} is applied; the oldest in flight is {oldest}")
+        self._last_applied_step_id = step_id
+        self._last_progress_s = now_s
+        return self._in_flight.popleft()
+
+    def _gather_prompt_logprobs(self, entry: _InFlight, output: StepOutput) -> None:
+        for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
+            gathered = sequence.prompt_logprobs
+            scored: Sequence[TokenLogprobs] = output.prompt_logprobs.get(scheduled.slot, ())
+            if gathered is None or not scored or not sequence.accepts_output:
+                continue
+            # Entry i scores position start + 1 + i; a preempted sequence scores some positions again.
+            num_known = len(gathered) - scheduled.start
+            if num_known < 0:
+                raise InvariantError(
+                    f"sequence {sequence.sequence_id} lacks prompt logprobs before {scheduled.start}"
+                )
+            gathered.extend(scored[num_known:])
+
+    def _end_with_error(self, sequence: SequenceState, error: AsyncserveError) -> TokenDelta:
+        self._end(sequence)
+        return TokenDelta(
+            sequence.sequence_id,
+            (),
+            finish_reason=FinishReason.ERROR,
+            num_cached_tokens=sequence.num_cached_tokens,
+            error=error,
+        )
+
+    def _end_with_bad_logits(self, sequence: SequenceState, step_id: int) -> TokenDelta:
+        # Where the first bad value came from is not known, so none of its blocks may serve another sequence.
+        self._allocator.invalidate(sequence, 0)
+        sequence.blocks_are_valid = False
+        error = StepFailed("the model gave logits that are not finite", step_id=step_id)
+        return self._end_with_error(sequence, error)
+
+    def _end(self, sequence: SequenceState) -> None:
+        """Mark a live sequence as ended; its lists, slot and blocks are the caller's to see to."""
+        del self._sequences[sequence.sequence_id]
+        if sequence.status is SequenceStatus.RUNNING:
+            self._num_releasing += 1
+        sequence.status = SequenceStatus.ENDED
+        sequence.accepts_output = False
+
+    def _drop_ended(self) -> None:
+        """Take sequences that just ended out of the running lists, all at once."""
+        running = SequenceStatus.RUNNING
+        self._decoding = [sequence for sequence in self._decoding if sequence.status is running]
+        self._prefilling = [sequence for sequence in self._prefilling if sequence.status is running]
+
+    def _leave_running(self, sequence: SequenceState) -> None:
+        (self._decoding if sequence in self._decoding else self._prefilling).remove(sequence)
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Take the slot and blocks of a running sequence back; it waits again with all its known tokens."""
+        self._leave_running(sequence)
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.timeline.num_preemptions += 1
+        self._num_preemptions += 1
+        self._num_releasing += 1
+        self._release_if_unmentioned(sequence)
+
+    def _release_if_unmentioned(self, sequence: SequenceState) -> None:
+        """Take back slot and blocks of a sequence that no longer runs, once no step in flight mentions it."""
+        status = sequence.status
+        if (
+            status is SequenceStatus.RUNNING
+            or sequence.slot < 0
+            or sequence.last_step_id > self._last_applied_step_id
+        ):
+            return
+        self._allocator.release(sequence)
+        slot = sequence.slot
+        self._slot_holders[slot] = None
+        self._free_slots.append(slot)
+        self._released_slots.append(slot)
+        self._num_releasing -= 1
+        sequence.slot = -1
+        if status is SequenceStatus.PREEMPTED:
+            sequence.reset(self._allocator.num_groups)
+            self._waiting.push(sequence)
+
+
+def _require(holds: bool, invariant: str) -> None:
+    if not holds:
+        raise InvariantError(f"scheduler: it does not hold that {invariant}")

@@ -1,0 +1,133 @@
+"""One sequence as the scheduler knows it, and its block tables.
+
+A `SequenceState` is made by `Scheduler.add` and changed by the scheduler (blocks and digests: by
+`KVAllocator`) alone. It knows no policy. How the counts relate, with one step in flight (block_len 4):
+
+    position            0 1 2 3 | 4 5 6 7 | 8
+    token_ids           x x x x   x x             known here: prompt and applied outputs
+    num_unseen_tokens                 ?           sampled by a step in flight
+    num_computed_tokens ──────────────┘           positions planned so far; the next step starts here
+"""
+
+import enum
+from array import array
+
+from asyncserve.observer import RequestTimeline
+from asyncserve.request import TokenizedRequest, TokenLogprobs
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands.
+
+    WAITING: holds nothing. RUNNING: holds a slot and blocks. PREEMPTED: as RUNNING, but will wait again once
+    its last step is applied. ENDED: as long as steps in flight mention it, it still holds slot and blocks.
+    """
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    ENDED = enum.auto()
+
+
+class BlockTable:
+    """The blocks of one sequence: append-only while it holds a slot.
+
+    `block_ids[group_id][i]` holds positions `i * block_len …`; `covered_len` positions have a block in every
+    group.
+    """
+
+    __slots__ = ("block_ids", "covered_len")
+
+    def __init__(self, num_groups: int) -> None:
+        self.block_ids: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        self.covered_len = 0
+
+
+class SequenceState:
+    """Mutable state of one sequence, from arrival to its last release.
+
+    Attributes:
+        order: Sort key: smaller is served first, greater is preempted first. token_ids: Prompt and outputs
+        known here; append-only. max_len: Length at which it ends by length. min_len: Below this length stop
+        tokens do not end it. num_computed_tokens: Positions whose KV is computed by steps planned so far
+        (or was found cached). num_unseen_tokens: Tokens sampled by steps planned and not applied.
+        num_cached_tokens: Prompt tokens found in the prefix cache when it was first scheduled. slot: Device
+        row, -1 when it holds none. last_step_id: Last plan that mentions it, -1 before the first.
+        accepts_output: Tokens of steps in flight count; false once ended, or preempted because they are
+        wrong.
+        blocks_are_valid: Its blocks hold what its tokens say; false after a failed step.
+        block_digests: Chained digests of its full blocks, as far as computed; they survive preemption.
+        num_registered_blocks: Leading blocks of the table whose digest was given to the prefix index.
+        prompt_logprobs: Entries gathered so far, or None if not wanted or already delivered.
+    """
+
+    __slots__ = (
+        "accepts_output",
+        "block_digests",
+        "block_table",
+        "blocks_are_valid",
+        "last_step_id",
+        "max_len",
+        "min_len",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_registered_blocks",
+        "num_unseen_tokens",
+        "order",
+        "prompt_len",
+        "prompt_logprobs",
+        "sequence_id",
+        "slot",
+        "status",
+        "stop_token_ids",
+        "timeline",
+        "token_ids",
+        "tokenized",
+    )
+
+    def __init__(
+        self,
+        tokenized: TokenizedRequest,
+        timeline: RequestTimeline,
+        order: tuple[int, int],
+        num_groups: int,
+    ) -> None:
+        sampling = tokenized.request.sampling
+        self.tokenized = tokenized
+        self.timeline = timeline
+        self.order = order
+        self.sequence_id = tokenized.sequence_id
+        self.status = SequenceStatus.WAITING
+        self.token_ids: array[int] = tokenized.prompt_token_ids[:]
+        self.prompt_len = len(self.token_ids)
+        self.max_len = self.prompt_len + tokenized.max_output_len
+        self.min_len = self.prompt_len + sampling.min_tokens
+        self.stop_token_ids = tokenized.stop_token_ids
+        self.num_cached_tokens = 0
+        self.block_digests: list[bytes] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = (
+            None if sampling.num_prompt_logprobs is None else []
+        )
+        self.last_step_id = -1
+        self.reset(num_groups)
+
+    def reset(self, num_groups: int) -> None:
+        """Wait with all known tokens, holding nothing."""
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_unseen_tokens = 0
+        self.num_registered_blocks = 0
+        self.slot = -1
+        self.accepts_output = True
+        self.blocks_are_valid = True
+        self.block_table = BlockTable(num_groups)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Known tokens whose KV no planned step computes."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_planned_to_its_end(self) -> bool:
+        """Whether the steps in flight are certain to end it by length."""
+        return len(self.token_ids) + self.num_unseen_tokens >= self.max_len

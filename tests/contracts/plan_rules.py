@@ -1,0 +1,143 @@
+"""The rules every stream of `StepPlan`s keeps, as an object that follows the stream.
+
+The rules are those of `asyncserve/step.py`. A plan that breaks one raises `PlanRuleBroken` naming the plan,
+the rule and the values. Knows what a device would know (slots, tables, tokens), never the scheduler's side.
+"""
+
+import pickle
+from array import array
+
+from asyncserve.step import ExecutorInfo, StepPlan
+
+
+class PlanRuleBroken(AssertionError):
+    """A plan that the device could not have served."""
+
+
+class _Row:
+    """What the device knows of one admitted slot."""
+
+    __slots__ = ("assigned_len", "known_len", "next_start", "tables")
+
+    def __init__(self, assigned_len: int, num_groups: int) -> None:
+        self.assigned_len = assigned_len
+        self.known_len = assigned_len
+        self.next_start: int | None = None
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+
+
+class PlanRules:
+    """Checks plans in the order they are submitted."""
+
+    def __init__(self, info: ExecutorInfo) -> None:
+        self._info = info
+        self._rows: dict[int, _Row] = {}
+        self._next_step_id = 0
+
+    @property
+    def held_slots(self) -> frozenset[int]:
+        """Slots admitted and not released by the plans seen so far."""
+        return frozenset(self._rows)
+
+    def check(self, plan: StepPlan) -> None:
+        """Take note of the next plan.
+
+        Raises:
+            PlanRuleBroken: It breaks a rule; the checker is of no use afterwards.
+        """
+        info = self._info
+        self._require(plan, plan.step_id == self._next_step_id, f"step_id should be {self._next_step_id}")
+        self._next_step_id += 1
+        self._require(plan, len(plan.sequences) > 0, "a plan schedules at least one sequence")
+        self._check_releases_and_admissions(plan)
+        self._check_appends(plan)
+        slots = [sequence.slot for sequence in plan.sequences]
+        self._require(plan, len(set(slots)) == len(slots), f"slots are distinct: {slots}")
+        self._require(
+            plan,
+            plan.num_tokens <= info.max_num_batched_tokens,
+            f"num_tokens {plan.num_tokens} is within the budget {info.max_num_batched_tokens}",
+        )
+        seen_prefill = False
+        for slot, start, num_tokens, samples in plan.sequences:
+            row = self._rows.get(slot)
+            if row is None:
+                raise PlanRuleBroken(f"step {plan.step_id}: slot {slot} is used while not admitted")
+            end = start + num_tokens
+            self._require(plan, num_tokens >= 1, f"slot {slot} computes at least one token")
+            if row.next_start is None:
+                self._require(
+                    plan,
+                    0 <= start < row.assigned_len,
+                    f"slot {slot} starts in its tokens, not at {start}",
+                )
+            else:
+                self._require(
+                    plan, start == row.next_start, f"slot {slot} continues at {row.next_start}, not {start}"
+                )
+            is_prefill = start < row.assigned_len
+            self._require(plan, is_prefill or num_tokens == 1, f"slot {slot} decodes one token")
+            self._require(plan, is_prefill or not seen_prefill, "decode steps stand before prefill chunks")
+            seen_prefill = seen_prefill or is_prefill
+            self._require(
+                plan, end <= row.known_len, f"slot {slot} computes {end} of {row.known_len} known tokens"
+            )
+            self._require(
+                plan, end <= info.max_model_len, f"slot {slot} stays within the context: {end} tokens"
+            )
+            self._require(
+                plan,
+                samples == (end == row.known_len),
+                f"slot {slot} samples exactly when it reaches its last token ({end} of {row.known_len})",
+            )
+            for group in info.kv_groups:
+                covered = len(row.tables[group.group_id]) * group.spec.block_len
+                self._require(
+                    plan, covered >= end, f"table of slot {slot} covers {covered} of {end} positions"
+                )
+            row.next_start = end
+            row.known_len += samples
+        self._require(plan, pickle.loads(pickle.dumps(plan)) == plan, "equal to its own pickle round trip")
+
+    def _check_releases_and_admissions(self, plan: StepPlan) -> None:
+        info = self._info
+        for slot in plan.released_slots:
+            self._require(plan, slot in self._rows, f"released slot {slot} was admitted")
+            del self._rows[slot]
+        for assignment in plan.admitted:
+            slot = assignment.slot
+            self._require(plan, 0 <= slot < info.num_slots, f"slot {slot} is below {info.num_slots}")
+            self._require(plan, slot not in self._rows, f"admitted slot {slot} was free")
+            tokens = assignment.token_ids
+            self._require(
+                plan, type(tokens) is array and tokens.typecode == "i", "token_ids is an array('i')"
+            )
+            self._require(plan, len(tokens) >= 1, f"slot {slot} has at least one token")
+            self._require(
+                plan, min(tokens) >= 0 and max(tokens) < info.vocab_size, "tokens are in the vocabulary"
+            )
+            self._require(
+                plan, 1 <= assignment.prompt_len <= len(tokens), f"prompt_len of slot {slot} is in its tokens"
+            )
+            self._rows[slot] = _Row(len(tokens), len(info.kv_groups))
+
+    def _check_appends(self, plan: StepPlan) -> None:
+        groups = self._info.kv_groups
+        for group_id, slot, block_ids in plan.block_appends:
+            self._require(plan, 0 <= group_id < len(groups), f"group {group_id} exists")
+            self._require(plan, slot in self._rows, f"blocks go to an admitted slot, not {slot}")
+            num_blocks = groups[group_id].num_blocks
+            self._require(plan, len(block_ids) >= 1, "an append holds at least one block")
+            self._require(
+                plan,
+                all(1 <= block_id < num_blocks for block_id in block_ids),
+                f"block ids are in 1 … {num_blocks - 1}: {block_ids}",
+            )
+            table = self._rows[slot].tables[group_id]
+            table.extend(block_ids)
+            self._require(plan, len(set(table)) == len(table), f"slot {slot} has no block twice: {table}")
+
+    @staticmethod
+    def _require(plan: StepPlan, holds: bool, rule: str) -> None:
+        if not holds:
+            raise PlanRuleBroken(f"step {plan.step_id} breaks: {rule}")

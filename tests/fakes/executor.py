@@ -1,0 +1,366 @@
+"""A device side without a device: `FakeExecutor`, and `FakeRunner`, its synchronous core.
+
+The next token is a fixed function of the tokens before it (`fake_token`), so results depend on nothing else:
+not on batching, chunking, prefix caching, preemption or steps ahead. With `check_plans` every plan is held
+against `PlanRules`, and a paged KV cache is simulated: each position of a block keeps the digest of the
+prefix that wrote it, and every step checks that what a sequence reads through its block table is its own.
+Without `check_plans` a token costs about a third of a microsecond, for throughput benchmarks.
+"""
+
+import asyncio
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from asyncserve.errors import EngineStopped, StepFailed
+from asyncserve.kv_spec import FullAttention, KVGroup
+from asyncserve.request import TokenLogprobs
+from asyncserve.step import BAD_LOGITS, ExecutorInfo, SlotAssignment, StepOutput, StepPlan
+from tests.contracts.plan_rules import PlanRules
+
+NextToken = Callable[["array[int]", int], int]
+"""(all tokens so far, prompt_len) → the next token, or BAD_LOGITS."""
+
+
+def fake_info(
+    *,
+    num_slots: int = 8,
+    num_blocks: int = 64,
+    block_len: int = 4,
+    max_model_len: int = 128,
+    vocab_size: int = 512,
+    max_num_batched_tokens: int = 32,
+    max_unapplied: int = 2,
+    num_groups: int = 1,
+) -> ExecutorInfo:
+    """Return the description of a small device."""
+    spec = FullAttention(block_len=block_len, num_kv_heads=1, head_dim=1, dtype="float32")
+    return ExecutorInfo(
+        num_slots=num_slots,
+        kv_groups=tuple(
+            KVGroup(group_id=group_id, spec=spec, layer_ids=(group_id,), num_blocks=num_blocks)
+            for group_id in range(num_groups)
+        ),
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_unapplied=max_unapplied,
+        device_name="fake",
+    )
+
+
+def fake_token(token_ids: "array[int]", vocab_size: int) -> int:
+    """Return the token that follows `token_ids` when no `next_token` is given."""
+    return zlib.crc32(token_ids) % vocab_size
+
+
+def fake_continuation(
+    prompt_token_ids: Sequence[int],
+    num_tokens: int,
+    vocab_size: int,
+    next_token: NextToken | None = None,
+) -> list[int]:
+    """Return the first `num_tokens` output tokens of a prompt, stop tokens not considered."""
+    token_ids = array("i", prompt_token_ids)
+    prompt_len = len(token_ids)
+    for _ in range(num_tokens):
+        token_ids.append(
+            next_token(token_ids, prompt_len) if next_token else fake_token(token_ids, vocab_size)
+        )
+    return list(token_ids[prompt_len:])
+
+
+def fake_logprobs(token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs:
+    """Return the log-probabilities every fake step reports for a chosen (or prompt) token."""
+    top = tuple(((token_id + i) % vocab_size, -0.25 * (i + 1)) for i in range(num_top))
+    return TokenLogprobs(token_id=token_id, logprob=-0.25, rank=1, top=top)
+
+
+class _Row:
+    """A device row. `digest` is the CRC of all its tokens; `is_lost` once a failed step touched it."""
+
+    __slots__ = ("assignment", "digest", "is_lost", "prompt_len", "tables", "token_ids")
+
+    def __init__(self, assignment: SlotAssignment, num_groups: int) -> None:
+        self.assignment = assignment
+        self.token_ids = assignment.token_ids[:]
+        self.prompt_len = assignment.prompt_len
+        self.digest = zlib.crc32(self.token_ids)
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.is_lost = False
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.digest = zlib.crc32(token_id.to_bytes(4, "little"), self.digest)
+
+
+class FakeRunner:
+    """Runs plans one after the other, synchronously: what `ModelRunner` is to the device thread.
+
+    Args:
+        next_token: Chooses tokens instead of `fake_token`.
+        check_plans: Hold every plan against `PlanRules` and simulate the KV cache.
+    """
+
+    def __init__(
+        self, info: ExecutorInfo, *, next_token: NextToken | None = None, check_plans: bool = True
+    ) -> None:
+        self.info = info
+        self._next_token = next_token
+        self._rows: dict[int, _Row] = {}
+        self._scored_slots: set[int] = set()
+        self._checks = check_plans
+        # kv[group][block][offset]: digest of the prefix that ends there; None is garbage.
+        self._kv: list[list[list[int | None]]] = (
+            [[[None] * group.spec.block_len for _ in range(group.num_blocks)] for group in info.kv_groups]
+            if check_plans
+            else []
+        )
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Run the next plan."""
+        self._prepare(plan)
+        if self._checks:
+            self._write_kv(plan, is_garbage=False)
+            self._check_kv(plan)
+        if self._scored_slots or self._next_token is not None or self._checks:
+            return self._sample(plan)
+        rows, vocab_size, crc32 = self._rows, self.info.vocab_size, zlib.crc32
+        token_ids = []
+        for slot, _, _, samples in plan.sequences:
+            if samples:
+                row = rows[slot]
+                token_id = row.digest % vocab_size
+                token_ids.append(token_id)
+                row.digest = crc32(token_id.to_bytes(4, "little"), row.digest)
+        return StepOutput(step_id=plan.step_id, token_ids=token_ids)
+
+    def fail(self, plan: StepPlan) -> None:
+        """Run the next plan as a step that raises half-way: what it should have written is garbage."""
+        self._prepare(plan)
+        if self._checks:
+            self._write_kv(plan, is_garbage=True)
+        for sequence in plan.sequences:
+            row = self._rows[sequence.slot]
+            row.is_lost = True
+            if sequence.samples:
+                row.append(0)
+
+    def _prepare(self, plan: StepPlan) -> None:
+        for slot in plan.released_slots:
+            del self._rows[slot]
+            self._scored_slots.discard(slot)
+        for assignment in plan.admitted:
+            self._rows[assignment.slot] = _Row(assignment, len(self.info.kv_groups))
+            sampling = assignment.sampling
+            if sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None:
+                self._scored_slots.add(assignment.slot)
+        if self._checks:
+            for group_id, slot, block_ids in plan.block_appends:
+                self._rows[slot].tables[group_id].extend(block_ids)
+
+    def _write_kv(self, plan: StepPlan, *, is_garbage: bool) -> None:
+        for slot, start, num_tokens, _ in plan.sequences:
+            row = self._rows[slot]
+            digests = _prefix_digests(row.token_ids[: start + num_tokens])
+            for group in self.info.kv_groups:
+                blocks, table = self._kv[group.group_id], row.tables[group.group_id]
+                for position in range(start, start + num_tokens):
+                    block_idx, offset = divmod(position, group.spec.block_len)
+                    lost = is_garbage or row.is_lost
+                    blocks[table[block_idx]][offset] = None if lost else digests[position]
+
+    def _check_kv(self, plan: StepPlan) -> None:
+        for slot, start, num_tokens, _ in plan.sequences:
+            row = self._rows[slot]
+            digests = _prefix_digests(row.token_ids[: start + num_tokens])
+            for group in self.info.kv_groups:
+                blocks, table = self._kv[group.group_id], row.tables[group.group_id]
+                for position, digest in enumerate(digests):
+                    block_idx, offset = divmod(position, group.spec.block_len)
+                    held = blocks[table[block_idx]][offset]
+                    if held is None:
+                        # What a failed step left: everything computed from it is lost as well.
+                        row.is_lost = True
+                    elif held != digest and not row.is_lost:
+                        raise AssertionError(
+                            f"step {plan.step_id}, slot {slot}: block {table[block_idx]} of group"
+                            f" {group.group_id} does not hold the sequence's prefix at position {position}"
+                        )
+            if row.is_lost:
+                for group in self.info.kv_groups:
+                    blocks, table = self._kv[group.group_id], row.tables[group.group_id]
+                    for position in range(start, start + num_tokens):
+                        block_idx, offset = divmod(position, group.spec.block_len)
+                        blocks[table[block_idx]][offset] = None
+
+    def _sample(self, plan: StepPlan) -> StepOutput:
+        vocab_size = self.info.vocab_size
+        token_ids: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for slot, start, num_tokens, samples in plan.sequences:
+            row = self._rows[slot]
+            sampling = row.assignment.sampling
+            if sampling.num_prompt_logprobs is not None and start + 1 < row.prompt_len:
+                scored = row.token_ids[start + 1 : min(start + num_tokens + 1, row.prompt_len)]
+                prompt_logprobs[slot] = [
+                    fake_logprobs(token_id, sampling.num_prompt_logprobs, vocab_size) for token_id in scored
+                ]
+            if not samples:
+                continue
+            if row.is_lost:
+                # Not what the sequence should get, so that a test notices if it ever arrives.
+                token_id = (row.digest + 1) % vocab_size
+            elif self._next_token is not None:
+                token_id = self._next_token(row.token_ids, row.prompt_len)
+            else:
+                token_id = row.digest % vocab_size
+            token_ids.append(token_id)
+            row.append(0 if token_id == BAD_LOGITS else token_id)
+            if sampling.num_logprobs is not None and token_id != BAD_LOGITS:
+                logprobs[slot] = fake_logprobs(token_id, sampling.num_logprobs, vocab_size)
+        return StepOutput(
+            step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+
+
+def _prefix_digests(token_ids: "array[int]") -> list[int]:
+    """Return the CRC of every non-empty prefix, shortest first."""
+    digest, digests = 0, []
+    for token_id in token_ids:
+        digest = zlib.crc32(token_id.to_bytes(4, "little"), digest)
+        digests.append(digest)
+    return digests
+
+
+class FakeExecutor:
+    """An `Executor` whose steps finish at the next loop iteration, or when the test says so.
+
+    Args:
+        info: What `start` returns; `fake_info()` if not given.
+        next_token: Chooses tokens instead of `fake_token`: (all tokens so far, prompt_len) → token id.
+        check_plans: Hold every plan against the rules; off for benchmarks.
+        start_error: What `start` raises, for tests of failing start-up.
+
+    After `hold()` steps wait for `complete(step_id)`, `fail(step_id)` or `resume()`. `fail` of a step not yet
+    submitted makes it fail when its turn comes, in both modes.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo | None = None,
+        *,
+        next_token: NextToken | None = None,
+        check_plans: bool = True,
+        start_error: Exception | None = None,
+    ) -> None:
+        self.info = info or fake_info()
+        self.plans: list[StepPlan] = []
+        """Every plan submitted, in order (only with `check_plans`)."""
+        self.num_completed_steps = 0
+        self.is_started = False
+        self.is_stopped = False
+        self._start_error = start_error
+        self._runner = FakeRunner(self.info, next_token=next_token, check_plans=check_plans)
+        self._rules = PlanRules(self.info) if check_plans else None
+        self._pending: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
+        self._failures: dict[int, str] = {}
+        self._is_held = False
+
+    @property
+    def pending_step_ids(self) -> list[int]:
+        """Steps submitted and not finished, oldest first."""
+        return [plan.step_id for plan, _ in self._pending]
+
+    async def start(self) -> ExecutorInfo:
+        """Start at once."""
+        if self._start_error is not None:
+            raise self._start_error
+        self.is_started = True
+        return self.info
+
+    def submit(self, plan: StepPlan) -> "asyncio.Future[StepOutput]":
+        """Queue one step."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[StepOutput] = loop.create_future()
+        if not self.is_started:
+            raise RuntimeError("submit before start")
+        if self.is_stopped:
+            future.set_exception(EngineStopped("the executor has stopped"))
+            return future
+        if self._rules is not None:
+            self._rules.check(plan)
+            self._check_release_rule(plan)
+            if len(self._pending) >= self.info.max_unapplied:
+                raise AssertionError(f"more than {self.info.max_unapplied} steps are unfinished")
+            self.plans.append(plan)
+        self._pending.append((plan, future))
+        if not self._is_held:
+            loop.call_soon(self._finish_unless_held)
+        return future
+
+    async def stop(self) -> None:
+        """Fail the steps that wait."""
+        self.is_stopped = True
+        while self._pending:
+            _, future = self._pending.popleft()
+            if not future.done():
+                future.set_exception(EngineStopped("the executor stopped before the step ran"))
+
+    def hold(self) -> None:
+        """Let steps wait from now on."""
+        self._is_held = True
+
+    def resume(self) -> None:
+        """Finish every waiting step, and further ones at the next loop iteration."""
+        self._is_held = False
+        while self._pending:
+            self._finish_oldest()
+
+    def complete(self, step_id: int | None = None) -> None:
+        """Finish the oldest waiting step; `step_id`, if given, must be it, since steps finish in order."""
+        assert self._pending, "no step is waiting"
+        oldest = self._pending[0][0].step_id
+        assert step_id is None or step_id == oldest, f"step {oldest} finishes before step {step_id}"
+        self._finish_oldest()
+
+    def fail(self, step_id: int, message: str = "the fake device failed") -> None:
+        """Let a step raise `StepFailed`: now if it is the oldest waiting one, else when its turn comes."""
+        self._failures[step_id] = message
+        if self._is_held and self._pending and self._pending[0][0].step_id == step_id:
+            self._finish_oldest()
+
+    def _finish_unless_held(self) -> None:
+        if self._pending and not self._is_held:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        plan, future = self._pending.popleft()
+        self.num_completed_steps += 1
+        message = self._failures.pop(plan.step_id, None) if self._failures else None
+        if message is None:
+            try:
+                output = self._runner.run(plan)
+            except Exception as error:
+                # A broken rule must reach whoever awaits the step, not the event loop's log.
+                if not future.done():
+                    future.set_exception(error)
+                return
+            if not future.done():
+                future.set_result(output)
+        else:
+            self._runner.fail(plan)
+            if not future.done():
+                future.set_exception(StepFailed(message, step_id=plan.step_id))
+
+    def _check_release_rule(self, plan: StepPlan) -> None:
+        for earlier, _ in self._pending:
+            mentioned = {sequence.slot for sequence in earlier.sequences}
+            early = mentioned.intersection(plan.released_slots)
+            if early:
+                raise AssertionError(
+                    f"step {plan.step_id} releases slots {sorted(early)} which unfinished step"
+                    f" {earlier.step_id} mentions"
+                )

@@ -1,0 +1,194 @@
+"""A scheduler on a fake device, driven step by step and checked after every call."""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+from asyncserve.errors import StepFailed
+from asyncserve.loop.scheduler import Scheduler
+from asyncserve.observer import EngineStatistics, RequestTimeline
+from asyncserve.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenDelta,
+    TokenizedRequest,
+    TokenLogprobs,
+    TokensPrompt,
+)
+from asyncserve.step import ExecutorInfo, StepOutput, StepPlan
+from tests.contracts.plan_rules import PlanRules
+from tests.fakes.executor import FakeRunner, NextToken, fake_info
+
+
+class Received:
+    """What a client got of one sequence."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[Sequence[TokenLogprobs]] = []
+        self.end: TokenDelta | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.end is None else self.end.finish_reason
+
+
+class Bench:
+    """Scheduler, plan rules and fake device together. Time is the number of steps applied."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo | None = None,
+        *,
+        policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        async_scheduling: bool = True,
+        next_token: NextToken | None = None,
+    ) -> None:
+        self.info = info or fake_info()
+        self.scheduler = Scheduler(
+            info=self.info,
+            policy=policy,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            async_scheduling=async_scheduling,
+        )
+        self.rules = PlanRules(self.info)
+        self.runner = FakeRunner(self.info, next_token=next_token)
+        self.in_flight: deque[StepPlan] = deque()
+        self.received: dict[int, Received] = {}
+        self.timelines: dict[int, RequestTimeline] = {}
+        self.tokenized: dict[int, TokenizedRequest] = {}
+        self.aborted: set[int] = set()
+        self.now_s = 0.0
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 4,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+        **sampling: int | None,
+    ) -> int:
+        """Add one sequence and return its id: 0, 1, 2 …"""
+        sequence_id = len(self.received)
+        params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        request = Request(
+            request_id=f"r{sequence_id}",
+            prompt=TokensPrompt(token_ids=prompt),
+            sampling=params,
+            arrival_s=self.now_s,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        tokenized = TokenizedRequest(
+            request=request,
+            sequence_id=sequence_id,
+            index=0,
+            prompt_token_ids=array("i", prompt),
+            max_output_len=max_tokens,
+            stop_token_ids=stop_token_ids,
+            seed=sequence_id,
+        )
+        timeline = RequestTimeline(arrived_s=self.now_s)
+        self.scheduler.add(tokenized, timeline)
+        self.scheduler.check()
+        self.received[sequence_id] = Received()
+        self.timelines[sequence_id] = timeline
+        self.tokenized[sequence_id] = tokenized
+        return sequence_id
+
+    def abort(self, sequence_id: int) -> bool:
+        was_live = self.scheduler.abort(sequence_id)
+        self.scheduler.check()
+        self.aborted.add(sequence_id)
+        return was_live
+
+    def plan(self) -> StepPlan | None:
+        """Plan one step and give it to the device, which does not run it yet."""
+        plan = self.scheduler.plan(self.now_s)
+        self.scheduler.check()
+        if plan is not None:
+            self.rules.check(plan)
+            mentioned = {sequence.slot for earlier in self.in_flight for sequence in earlier.sequences}
+            assert not mentioned.intersection(plan.released_slots), "a step in flight uses a released slot"
+            self.in_flight.append(plan)
+        return plan
+
+    def must_plan(self) -> StepPlan:
+        plan = self.plan()
+        assert plan is not None, "nothing was planned"
+        return plan
+
+    def apply(self) -> list[TokenDelta]:
+        """Run the oldest step and apply what it gave."""
+        return self.apply_output(self.runner.run(self.in_flight.popleft()))
+
+    def apply_output(self, output: StepOutput) -> list[TokenDelta]:
+        self.now_s += 1.0
+        return self._deliver(self.scheduler.apply(output, self.now_s))
+
+    def fail(self) -> list[TokenDelta]:
+        """Let the oldest step fail."""
+        plan = self.in_flight.popleft()
+        self.runner.fail(plan)
+        self.now_s += 1.0
+        error = StepFailed("out of order", step_id=plan.step_id)
+        return self._deliver(self.scheduler.fail(plan.step_id, error, self.now_s))
+
+    def step(self) -> tuple[StepPlan, list[TokenDelta]]:
+        """Plan, run and apply one step, with none ahead."""
+        plan = self.must_plan()
+        return plan, self.apply()
+
+    def run(self) -> list[StepPlan]:
+        """Go on, as far ahead as allowed, until nothing is left; return the plans."""
+        plans = []
+        while self.scheduler.has_work:
+            while (plan := self.plan()) is not None:
+                plans.append(plan)
+            self.apply()
+        self.check_nothing_leaked()
+        return plans
+
+    def check_nothing_leaked(self) -> None:
+        statistics = self.statistics()
+        assert statistics.num_running == statistics.num_waiting == statistics.num_unapplied_steps == 0
+        assert statistics.num_blocks_used == 0
+
+    def statistics(self) -> EngineStatistics:
+        statistics = EngineStatistics()
+        self.scheduler.fill_statistics(statistics)
+        return statistics
+
+    def tokens_of(self, sequence_id: int) -> list[int]:
+        return self.received[sequence_id].token_ids
+
+    def _deliver(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        self.scheduler.check()
+        seen: set[int] = set()
+        for delta in deltas:
+            assert delta.sequence_id not in seen, "one delta per sequence and step"
+            seen.add(delta.sequence_id)
+            received = self.received[delta.sequence_id]
+            assert delta.sequence_id not in self.aborted, "nothing comes after an abort"
+            assert received.end is None, "nothing comes after the end"
+            received.token_ids.extend(delta.token_ids)
+            received.logprobs.extend(delta.logprobs or ())
+            if delta.prompt_logprobs is not None:
+                received.prompt_logprobs.append(delta.prompt_logprobs)
+            if delta.finish_reason is not None:
+                received.end = delta
+        return deltas
+
+
+def lengths(plan: StepPlan) -> dict[int, int]:
+    """Return slot → tokens computed by the plan."""
+    return {sequence.slot: sequence.num_tokens for sequence in plan.sequences}

@@ -1,0 +1,172 @@
+from array import array
+
+import pytest
+
+from asyncserve.errors import ConfigError
+from asyncserve.kv_spec import FullAttention, KVGroup
+from asyncserve.loop.kv_groups import KVAllocator
+from asyncserve.loop.sequence import SequenceState
+from asyncserve.observer import RequestTimeline
+from asyncserve.request import Request, SamplingParams, TokenizedRequest, TokensPrompt
+
+
+def group(group_id: int, num_blocks: int, block_len: int = 4) -> KVGroup:
+    spec = FullAttention(block_len=block_len, num_kv_heads=1, head_dim=1, dtype="float32")
+    return KVGroup(group_id=group_id, spec=spec, layer_ids=(group_id,), num_blocks=num_blocks)
+
+
+def sequence_of(
+    prompt: list[int], *, num_groups: int = 1, salt: str | None = None, num_prompt_logprobs: int | None = None
+) -> SequenceState:
+    request = Request(
+        request_id="r",
+        prompt=TokensPrompt(token_ids=prompt),
+        sampling=SamplingParams(num_prompt_logprobs=num_prompt_logprobs),
+        arrival_s=0.0,
+        cache_salt=salt,
+    )
+    tokenized = TokenizedRequest(
+        request=request,
+        sequence_id=0,
+        index=0,
+        prompt_token_ids=array("i", prompt),
+        max_output_len=8,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )
+    return SequenceState(tokenized, RequestTimeline(arrived_s=0.0), (0, 0), num_groups)
+
+
+def compute(allocator: KVAllocator, sequence: SequenceState) -> None:
+    """Take blocks, and count every known token as computed."""
+    assert allocator.take(sequence, allocator.match_prefix(sequence), 0)
+    sequence.num_computed_tokens = len(sequence.token_ids)
+    allocator.register(sequence)
+
+
+def test_a_match_leaves_at_least_one_token_to_compute() -> None:
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    compute(allocator, sequence_of(list(range(8))))
+    assert len(allocator.match_prefix(sequence_of(list(range(8))))[0]) == 1
+    assert len(allocator.match_prefix(sequence_of(list(range(9))))[0]) == 2
+
+
+def test_a_match_ends_at_the_first_block_that_differs() -> None:
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    compute(allocator, sequence_of(list(range(12))))
+    changed = [*range(4), 99, *range(5, 13)]
+    assert len(allocator.match_prefix(sequence_of(changed))[0]) == 1
+
+
+def test_sequences_with_different_salts_share_nothing() -> None:
+    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=True)
+    compute(allocator, sequence_of(list(range(9)), salt="a"))
+    assert allocator.match_prefix(sequence_of(list(range(9)), salt="a"))[0] != []
+    assert allocator.match_prefix(sequence_of(list(range(9)), salt="b"))[0] == []
+    assert allocator.match_prefix(sequence_of(list(range(9))))[0] == []
+
+
+def test_prompt_tokens_to_be_scored_are_not_looked_up() -> None:
+    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=True)
+    compute(allocator, sequence_of(list(range(9)), num_prompt_logprobs=1))
+    assert allocator.match_prefix(sequence_of(list(range(9)), num_prompt_logprobs=1))[0] == []
+    assert len(allocator.match_prefix(sequence_of(list(range(9))))[0]) == 2, "they are registered"
+
+
+def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
+    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=False)
+    sequence = sequence_of(list(range(9)))
+    compute(allocator, sequence)
+    allocator.release(sequence)
+    assert allocator.match_prefix(sequence_of(list(range(9))))[0] == []
+    assert allocator.num_cached == 0
+
+
+def test_what_is_cached_in_one_group_only_is_no_match() -> None:
+    allocator = KVAllocator([group(0, 10), group(1, 4)], enable_prefix_caching=True)
+    first = sequence_of(list(range(9)), num_groups=2)
+    compute(allocator, first)
+    allocator.release(first)
+    # Evicts group 1's blocks, whose pool is small, and few of group 0's.
+    second = sequence_of(list(range(100, 112)), num_groups=2)
+    compute(allocator, second)
+    assert allocator.match_prefix(sequence_of(list(range(9)), num_groups=2)) == [[], []]
+
+
+def test_taking_more_than_one_group_has_changes_nothing() -> None:
+    allocator = KVAllocator([group(0, 10), group(1, 3)], enable_prefix_caching=True)
+    sequence = sequence_of(list(range(12)), num_groups=2)
+    assert not allocator.take(sequence, allocator.match_prefix(sequence), 0)
+    assert sequence.block_table.block_ids == ([], [])
+    assert allocator.num_used == 0
+
+
+def test_spare_blocks_and_revived_cached_blocks_count_as_needed() -> None:
+    allocator = KVAllocator([group(0, 4)], enable_prefix_caching=True)
+    first = sequence_of(list(range(9)))
+    compute(allocator, first)
+    allocator.release(first)
+    again = sequence_of(list(range(9)))
+    matches = allocator.match_prefix(again)
+    assert len(matches[0]) == 2
+    assert not allocator.take(again, matches, 1)
+    assert allocator.take(again, matches, 0)
+    allocator.check([again])
+
+
+def test_extending_an_empty_pool_changes_nothing() -> None:
+    allocator = KVAllocator([group(0, 3), group(1, 2)], enable_prefix_caching=True)
+    sequence = sequence_of([1], num_groups=2)
+    compute(allocator, sequence)
+    assert allocator.extend(sequence) is None
+    assert [len(block_ids) for block_ids in sequence.block_table.block_ids] == [1, 1]
+
+
+def test_released_blocks_are_found_again_with_the_outputs_they_hold() -> None:
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    sequence = sequence_of([1, 2, 3])
+    compute(allocator, sequence)
+    sequence.token_ids.extend([4, 5])
+    allocator.extend(sequence)
+    sequence.num_computed_tokens = 4
+    allocator.release(sequence)
+    assert len(allocator.match_prefix(sequence_of([1, 2, 3, 4, 5]))[0]) == 1
+
+
+def test_a_block_with_a_token_not_yet_computed_is_not_found() -> None:
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    sequence = sequence_of([1, 2, 3])
+    compute(allocator, sequence)
+    sequence.token_ids.append(4)
+    allocator.release(sequence)
+    assert allocator.match_prefix(sequence_of([1, 2, 3, 4, 5]))[0] == []
+
+
+def test_a_block_with_a_token_not_yet_known_is_not_registered() -> None:
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    sequence = sequence_of([1, 2, 3])
+    compute(allocator, sequence)
+    sequence.num_computed_tokens = 4
+    allocator.release(sequence)
+    assert allocator.num_cached == 0
+    assert sequence.block_digests == []
+
+
+def test_invalid_blocks_are_not_found_and_earlier_ones_are() -> None:
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    sequence = sequence_of(list(range(12)))
+    compute(allocator, sequence)
+    invalid = allocator.invalidate(sequence, 4)
+    assert invalid == {(0, block_id) for block_id in sequence.block_table.block_ids[0][1:]}
+    sharing = sequence_of(list(range(13)))
+    assert len(allocator.match_prefix(sharing)[0]) == 1
+    compute(allocator, sharing)
+    assert not allocator.holds_any(sharing, invalid)
+    assert allocator.holds_any(sequence, invalid)
+
+
+def test_groups_of_different_block_lengths_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[4, 8\]"):
+        KVAllocator([group(0, 4), group(1, 4, block_len=8)], enable_prefix_caching=True)
+    with pytest.raises(ConfigError):
+        KVAllocator([], enable_prefix_caching=True)

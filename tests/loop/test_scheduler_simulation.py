@@ -1,0 +1,141 @@
+"""Random life of a scheduler on tiny pools: whatever happens, tokens are right and nothing leaks."""
+
+import random
+
+import pytest
+
+from asyncserve.request import FinishReason
+from tests.fakes.executor import fake_continuation, fake_info, fake_logprobs
+from tests.loop.scheduling import Bench
+
+VOCAB = 40
+
+
+def simulate(seed: int) -> dict[str, int]:
+    """Live through one random scenario; return how often the interesting things happened."""
+    rng = random.Random(seed)
+    block_len = rng.choice([1, 2, 4])
+    capacity = rng.choice([24, 32, 40, 80, 200])
+    max_model_len = rng.choice([16, 24, 40])
+    chunked = rng.random() < 0.7
+    info = fake_info(
+        num_slots=rng.randint(1, 6),
+        num_blocks=capacity // block_len + 1,
+        block_len=block_len,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB,
+        max_num_batched_tokens=rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40]),
+        max_unapplied=rng.choice([1, 2, 2, 3]),
+        num_groups=rng.choice([1, 1, 2]),
+    )
+    bench = Bench(
+        info,
+        policy=rng.choice(["fcfs", "priority"]),
+        enable_prefix_caching=rng.random() < 0.8,
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=rng.choice([0, 0, 2, 5]),
+        async_scheduling=rng.random() < 0.8,
+    )
+    limit = min(max_model_len, capacity, 1000 if chunked else info.max_num_batched_tokens + 10)
+    shared = [[rng.randrange(VOCAB) for _ in range(64)] for _ in range(2)]
+    failure_rate = rng.choice([0.0, 0.0, 0.05, 0.2])
+    abort_rate = rng.choice([0.0, 0.0, 0.02, 0.1])
+    num_left = rng.randint(5, 25)
+
+    def add_some() -> None:
+        nonlocal num_left
+        num_left -= 1
+        prompt_limit = limit - 1 if chunked else min(limit - 1, info.max_num_batched_tokens)
+        prompt_len = rng.randint(1, prompt_limit)
+        prefix = rng.choice(shared)
+        if bench.received and rng.random() < 0.3:
+            # The next turn of a conversation, perhaps one that still runs.
+            earlier = rng.randrange(len(bench.received))
+            prefix = [*bench.tokenized[earlier].prompt_token_ids, *bench.tokens_of(earlier)]
+        prefix = prefix[: rng.randint(0, prompt_len)]
+        prompt = prefix + [rng.randrange(VOCAB) for _ in range(prompt_len - len(prefix))]
+        max_tokens = rng.randint(1, limit - prompt_len)
+        stop = frozenset(rng.sample(range(VOCAB), rng.choice([0, 1, 3])))
+        for _ in range(rng.choice([1, 1, 3])):
+            bench.add(
+                prompt,
+                max_tokens=max_tokens,
+                min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
+                priority=rng.randint(0, 2),
+                cache_salt=rng.choice([None, None, "salt"]),
+                stop_token_ids=stop,
+                num_prompt_logprobs=rng.choice([None, None, None, 2]),
+                num_logprobs=rng.choice([None, None, 1]),
+            )
+
+    num_failed_steps = 0
+    while num_left or bench.scheduler.has_work:
+        action = rng.random()
+        if bench.received and rng.random() < abort_rate:
+            bench.abort(rng.randrange(len(bench.received)))
+        elif num_left and action < 0.2:
+            add_some()
+        elif action < 0.6:
+            planned = bench.plan()
+            assert planned is not None or bench.in_flight or not bench.scheduler.has_work
+        elif bench.in_flight:
+            if rng.random() < failure_rate:
+                bench.fail()
+                num_failed_steps += 1
+            else:
+                bench.apply()
+    bench.check_nothing_leaked()
+
+    num_cached = 0
+    for sequence_id, received in bench.received.items():
+        tokenized = bench.tokenized[sequence_id]
+        sampling = tokenized.request.sampling
+        prompt = tokenized.prompt_token_ids
+        expected = fake_continuation(prompt, tokenized.max_output_len, VOCAB)
+        reason = FinishReason.LENGTH
+        for position, token_id in enumerate(expected):
+            if token_id in tokenized.stop_token_ids and position + 1 >= sampling.min_tokens:
+                expected = expected[: position + 1]
+                reason = FinishReason.STOP
+                break
+        num_cached += bench.timelines[sequence_id].num_cached_tokens
+        assert received.token_ids == expected[: len(received.token_ids)]
+        if sampling.num_logprobs is not None:
+            assert received.logprobs == [
+                fake_logprobs(token_id, sampling.num_logprobs, VOCAB) for token_id in received.token_ids
+            ]
+        if sampling.num_prompt_logprobs is not None and received.token_ids:
+            scored = [fake_logprobs(token_id, sampling.num_prompt_logprobs, VOCAB) for token_id in prompt[1:]]
+            assert received.prompt_logprobs == [scored]
+        else:
+            assert received.prompt_logprobs == []
+        if received.finish_reason is FinishReason.ERROR:
+            assert num_failed_steps
+        elif sequence_id not in bench.aborted:
+            assert received.token_ids == expected
+            assert received.finish_reason is reason
+    return {
+        "preemptions": bench.statistics().num_preemptions,
+        "cached": num_cached,
+        "failed_steps": num_failed_steps,
+        "aborts": len(bench.aborted),
+    }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_life_gives_every_sequence_its_tokens_and_leaks_nothing(seed: int) -> None:
+    simulate(seed)
+
+
+@pytest.mark.slow
+def test_many_random_lives_meet_everything_that_can_happen() -> None:
+    total = dict.fromkeys(("preemptions", "cached", "failed_steps", "aborts"), 0)
+    for seed in range(1000, 1060):
+        try:
+            counts = simulate(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        for name, count in counts.items():
+            total[name] += count
+    assert all(count > 50 for count in total.values()), total
