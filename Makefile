@@ -1,0 +1,89 @@
+# make run: serve the demo model.  make test: all tests and checks.  `make` alone lists the rest.
+# Nothing is installed outside $(VENV) and models/; a second run skips what is done.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Another package index for torch alone, such as one that serves a CPU-only build. See README.
+TORCH_INDEX ?=
+DEMO := models/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL ?= $(DEMO)
+NAME ?= $(patsubst %.gguf,%,$(notdir $(MODEL)))
+PORT ?= 8000
+# Further options of the server, as on its command line.
+ARGS ?=
+URL ?= http://127.0.0.1:$(PORT)
+SCENARIO ?= smoke
+# Further options of pytest.
+PYTEST_ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export PIP_ROOT_USER_ACTION := ignore
+PIP := $(VENV)/bin/python -m pip install
+
+.PHONY: help run model test check lint test-gpu load wheel clean
+
+help:
+	@echo 'make run       serve $(MODEL) on port $(PORT)  (MODEL=, PORT=, ARGS="--max-num-seqs 8")'
+	@echo 'make test      format, lint, types and all tests that need no GPU'
+	@echo 'make check     format, lint, types, architecture'
+	@echo 'make test-gpu  the tests that need a GPU'
+	@echo 'make load      load test of $(URL)  (URL=, SCENARIO=$(SCENARIO), see loadtest/scenarios)'
+	@echo 'make model     fetch the demo model    make wheel  build dist/*.whl    make clean  remove $(VENV)'
+
+run: $(VENV)/.run $(filter $(DEMO),$(MODEL))
+	@exec $(VENV)/bin/asyncserve --model $(MODEL) --served-model-name $(NAME) --port $(PORT) $(ARGS)
+
+model: $(DEMO)
+
+test: lint $(DEMO)
+	$(VENV)/bin/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
+
+check: lint
+	$(VENV)/bin/python -m pytest -q tests/architecture
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+test-gpu: $(VENV)/.test
+	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
+
+load: $(VENV)/.test
+	$(VENV)/bin/python -m loadtest --url $(URL) --scenario $(SCENARIO) --results results/load.jsonl \
+	    --label "$$(git rev-parse --short HEAD 2>/dev/null)" $(ARGS)
+
+wheel: $(VENV)/.run
+	$(VENV)/bin/python -m pip wheel . --no-deps --wheel-dir dist
+
+clean:
+	rm -rf $(VENV)
+
+$(DEMO): | $(VENV)/.made
+	$(VENV)/bin/python scripts/fetch_demo_model.py $@
+
+# Debian splits the module that puts pip into a new environment off into python3-venv; where it is missing, the
+# system's own pip puts a pip there.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo 'asyncserve needs Python 3.11 or later: make PYTHON=/path/to/python3.11 …' >&2; exit 1; }
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	elif $(PYTHON) -c 'import pip, venv' 2>/dev/null; then \
+	    $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install pip; \
+	else echo 'Python can make no virtual environment: apt-get install python3-venv' >&2; exit 1; fi
+	@touch $@
+
+# torch first and alone: it may come from an index of its own, and what follows must not replace its build.
+$(VENV)/.torch: requirements.txt | $(VENV)/.made
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' requirements.txt)
+	@touch $@
+
+$(VENV)/.run: requirements.txt pyproject.toml $(VENV)/.torch
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.test: requirements-test.txt $(VENV)/.run
+	$(PIP) -r requirements-test.txt
+	@touch $@

@@ -1,0 +1,169 @@
+"""Every option of the server, once: name, meaning, unit, range, default.
+
+`cli.py` turns this dataclass into flags, environment variables, YAML keys and `--help` and knows no option
+by name. None means "choose": `resolve` chooses. Objects elsewhere get the plain values they need, never the
+whole.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from asyncserve.errors import ConfigError
+
+GROUPS: Mapping[str, str] = {"model": "Model", "max_num_seqs": "Engine", "host": "HTTP server"}
+"""Headings of `--help`, each by the first option that stands under it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options of `asyncserve`, in the field's names."""
+
+    model: str
+    """Model to serve: a Hugging Face folder, a hub id, or a .gguf file."""
+    served_model_name: tuple[str, ...] = ()
+    """Names clients may use for the model; the first is the one reported. Default: the value of --model."""
+    tokenizer: str | None = None
+    """Folder, hub id or .gguf file to take the tokenizer from. Default: the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit of the model on the hub."""
+    download_dir: str | None = None
+    """Folder for files downloaded from the hub. Default: the hub library's cache."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto: what the checkpoint holds. dummy: random weights of the right shape, for benchmarks."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights and activations; auto chooses by checkpoint and device."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where the model runs; auto takes a GPU if there is one."""
+    max_model_len: int | None = None
+    """Most tokens of one sequence, prompt and output together. Default: what the model was trained for."""
+    chat_template: str | None = None
+    """Jinja file (or template text) to use instead of the model's own chat template."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: sampling defaults from the model's generation_config.json. none: the API's own defaults."""
+    seed: int = 0
+    """Seed of dummy weights and of requests that give no seed (a different one for each request)."""
+
+    max_num_seqs: int | None = None
+    """Most sequences running at once. Default: 256 on a GPU, 64 on a CPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step. Default: 8192 on a GPU, 512 on a CPU."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the KV cache; auto takes that of the model."""
+    gpu_memory_utilization: float = 0.92
+    """Share of the GPU's memory the server may use, in (0, 1]."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of the KV cache, instead of measuring what is left. Default on a CPU: 1 GiB, if there is room."""
+    num_gpu_blocks_override: int | None = None
+    """Number of KV blocks, instead of computing it from memory."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV blocks of equal prompt beginnings."""
+    enable_chunked_prefill: bool = True
+    """Split long prompts over several steps."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in one step; 0 for no limit but the step's."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """fcfs: in order of arrival. priority: lower priority numbers first, then arrival."""
+    async_scheduling: bool = True
+    """Plan one step ahead of the device."""
+    max_num_queued_requests: int = 2048
+    """Most requests waiting; above it clients get 429."""
+    attention_backend: str = "auto"
+    """Attention implementation; auto chooses by device."""
+    num_threads: int | None = None
+    """Threads of CPU kernels. Default: the cores this process may use."""
+
+    host: str = "0.0.0.0"
+    """Address to listen on."""
+    port: int = 8000
+    """TCP port to listen on; 0 takes a free one."""
+    uds: str | None = None
+    """Unix socket to listen on instead of host and port."""
+    # repr=False marks a secret: it is shown neither by --print-config nor in logs.
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Keys clients must send as `Authorization: Bearer KEY`; none means open."""
+    max_logprobs: int = 20
+    """Most log-probabilities a client may ask for with each token."""
+    max_body_bytes: int = 4 * 1024 * 1024
+    """Largest request body; above it clients get 413."""
+    shutdown_timeout: float = 120.0
+    """Seconds a SIGTERM leaves running requests to finish; 0 aborts them at once."""
+    health_timeout: float = 60.0
+    """Seconds without a finished step, while there is work, after which /health turns 503."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages to log."""
+
+    def validate(self) -> None:
+        """Check every option's range and the combinations that cannot work.
+
+        What depends on the model or the device is checked at start-up, when it is known.
+
+        Raises:
+            ConfigError: Names the option, its value and what would do.
+        """
+        hints = get_type_hints(type(self))
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if get_origin(hints[option.name]) is Literal and value not in get_args(hints[option.name]):
+                choices = ", ".join(get_args(hints[option.name]))
+                raise ConfigError(f"{option.name} is {value!r}; it must be one of {choices}")
+            if value == "" or (isinstance(value, tuple) and "" in value):
+                raise ConfigError(f"{option.name} may not be empty")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            # NaN compares false with everything, so the test is written as "not inside".
+            if value is not None and not (low <= value <= high and math.isfinite(value)):
+                upper = "" if high == math.inf else f" and at most {high}"
+                raise ConfigError(f"{name} is {value}; it must be at least {low}{upper}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]"
+            )
+        self._validate_together()
+
+    def _validate_together(self) -> None:
+        budget, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if budget is not None and num_seqs is not None and budget < num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {budget}, below max_num_seqs {num_seqs}: a step could not give "
+                "every running sequence its token"
+            )
+        if not self.enable_chunked_prefill:
+            if budget is not None and self.max_model_len is not None and budget < self.max_model_len:
+                raise ConfigError(
+                    f"max_num_batched_tokens is {budget}, below max_model_len {self.max_model_len}: without "
+                    "enable_chunked_prefill a prompt must fit one step"
+                )
+            if self.long_prefill_token_threshold > 0:
+                raise ConfigError(
+                    "long_prefill_token_threshold splits prompts, which enable_chunked_prefill forbids"
+                )
+        if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
+            raise ConfigError(
+                "kv_cache_memory_bytes and num_gpu_blocks_override both fix the size of the KV cache; "
+                "give one of them"
+            )
+
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "max_model_len": (1, math.inf),
+    "seed": (0, 2**63 - 1),
+    "max_num_seqs": (1, math.inf),
+    "max_num_batched_tokens": (1, math.inf),
+    "block_size": (1, 1024),
+    "kv_cache_memory_bytes": (1, math.inf),
+    # Block 0 is never given out, so one block would be none.
+    "num_gpu_blocks_override": (2, math.inf),
+    "long_prefill_token_threshold": (0, math.inf),
+    "max_num_queued_requests": (1, math.inf),
+    "num_threads": (1, math.inf),
+    "port": (0, 65535),
+    "max_logprobs": (0, math.inf),
+    "max_body_bytes": (1, math.inf),
+    "shutdown_timeout": (0, math.inf),
+    "health_timeout": (0.001, math.inf),
+}
+"""Least and greatest value of every number but the shares, both included; None is always allowed."""

@@ -1,0 +1,295 @@
+"""The engine without a server: `LLM(model).generate(prompts, params)`.
+
+Runs the same engine as the server, on an event loop in a thread of its own, and collects whole outputs.
+Takes prompts and sampling parameters, gives `Completion`s in the order of the prompts. Knows no HTTP.
+"""
+
+import asyncio
+import threading
+import time
+from array import array
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tqdm import tqdm
+
+from asyncserve.config import ServerConfig
+from asyncserve.errors import AsyncserveError
+from asyncserve.observer import EngineStatistics, NullObserver
+from asyncserve.request import (
+    ChatPrompt,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokenLogprobs,
+    TokensPrompt,
+)
+from asyncserve.serve import build_engine, open_model
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One continuation of a prompt.
+
+    Args:
+        index: Which of the `n` asked for.
+        text: The generated text.
+        token_ids: The generated tokens.
+        logprobs: One per token, if asked for.
+        finish_reason: Why it ended.
+        stop_reason: The stop string or stop token that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What one prompt gave.
+
+    Args:
+        prompt: As it was passed in.
+        prompt_token_ids: The prompt as the model saw it.
+        prompt_logprobs: One per prompt token from the second on, if asked for.
+        outputs: The `n` continuations, by index.
+        num_cached_tokens: Prompt tokens taken from the prefix cache, by the first continuation.
+    """
+
+    prompt: Any
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int
+
+
+class LLM:
+    """A model loaded into this process, for batches of prompts.
+
+    Args:
+        model: A Hugging Face folder, a hub id or a `.gguf` file.
+        options: Any option of the server that concerns the engine, by its field name
+            (`max_model_len=4096`, `dtype="float32"`, …).
+
+    Raises:
+        StartupError: The model cannot be loaded; says why.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        # A queue bound protects a server from its clients; here the caller is the only one.
+        config = ServerConfig(model=model, **{"max_num_queued_requests": 2**31, **options})
+        config.validate()
+        self._engine = build_engine(config, open_model(config), NullObserver())
+        self._num_requests = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="asyncserve-offline", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Continue each prompt.
+
+        Args:
+            prompts: One text, several, one list of token ids, or several.
+            sampling: For all prompts, or one for each.
+            progress: Show a progress bar on stderr.
+
+        Returns:
+            One `Completion` per prompt, in their order.
+
+        Raises:
+            RequestError: A prompt or parameter is bad; the others are aborted.
+        """
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            given: list[Any] = [prompts]
+        else:
+            given = list(prompts)
+        built: list[Prompt] = [
+            TextPrompt(text=prompt) if isinstance(prompt, str) else TokensPrompt(token_ids=prompt)
+            for prompt in given
+        ]
+        return self._complete(given, built, sampling, progress=progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Answer each conversation, rendered through the model's chat template.
+
+        Args:
+            messages: One conversation (a list of messages with `role` and `content`), or several.
+            sampling: For all conversations, or one for each.
+            progress: Show a progress bar on stderr.
+
+        Returns:
+            One `Completion` per conversation, in their order.
+
+        Raises:
+            RequestError: A conversation or parameter is bad; the others are aborted.
+        """
+        given: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        built: list[Prompt] = [ChatPrompt(messages=tuple(conversation)) for conversation in given]
+        return self._complete(given, built, sampling, progress=progress)
+
+    def statistics(self) -> EngineStatistics:
+        """Return the state of the engine: running, waiting, blocks, preemptions, cache hits."""
+
+        async def read() -> EngineStatistics:
+            return self._engine.statistics()
+
+        return self._call(read())
+
+    def close(self) -> None:
+        """Stop the engine and free the device. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self._call(self._engine.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _complete(
+        self,
+        given: list[Any],
+        prompts: list[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        progress: bool,
+    ) -> list[Completion]:
+        if sampling is None or isinstance(sampling, SamplingParams):
+            each = [sampling or SamplingParams()] * len(prompts)
+        else:
+            each = list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
+        arrival_s = time.monotonic()
+        requests = []
+        for prompt, params in zip(prompts, each, strict=True):
+            self._num_requests += 1
+            requests.append(
+                Request(
+                    request_id=f"offline-{self._num_requests}",
+                    prompt=prompt,
+                    sampling=params,
+                    arrival_s=arrival_s,
+                )
+            )
+        return self._call(self._run(given, requests, progress=progress))
+
+    async def _run(self, given: list[Any], requests: list[Request], *, progress: bool) -> list[Completion]:
+        with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:
+            sinks = [_CollectingSink(request, bar) for request in requests]
+            try:
+                for request, sink in zip(requests, sinks, strict=True):
+                    self._engine.submit(request, sink)
+                await asyncio.gather(*(sink.done for sink in sinks))
+            except BaseException:
+                for request, sink in zip(requests, sinks, strict=True):
+                    sink.done.cancel()
+                    self._engine.abort(request.request_id)
+                raise
+        return [sink.completion(prompt) for sink, prompt in zip(sinks, given, strict=True)]
+
+    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C in the calling thread: what was asked for is not wanted any more.
+            future.cancel()
+            raise
+
+
+class _CollectingSink:
+    """Gathers a request's outputs and resolves `done` when all its choices have ended."""
+
+    wants_usage = False
+
+    def __init__(self, request: Request, bar: "tqdm[Any]") -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._bar = bar
+        self._prompt_token_ids: Sequence[int] = ()
+        self._texts: list[list[str]] = [[] for _ in range(request.sampling.n)]
+        self._token_ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.sampling.n)]
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self._wants_logprobs = request.sampling.num_logprobs is not None
+        self._last: dict[int, RequestOutput] = {}
+
+    def begin(self, prompt_token_ids: "array[int]") -> None:
+        self._prompt_token_ids = prompt_token_ids
+
+    def put(self, output: RequestOutput) -> None:
+        self._texts[output.index].append(output.text)
+        self._token_ids[output.index].extend(output.token_ids)
+        if output.logprobs is not None:
+            self._logprobs[output.index].extend(output.logprobs)
+        if output.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = tuple(output.prompt_logprobs)
+        if output.error is not None:
+            self.fail(output.error)
+        elif output.finish_reason is not None:
+            self._last[output.index] = output
+            if len(self._last) == len(self._texts) and not self.done.done():
+                self._bar.update()
+                self.done.set_result(None)
+
+    def fail(self, error: AsyncserveError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def completion(self, prompt: Any) -> Completion:
+        outputs = []
+        for index, texts in enumerate(self._texts):
+            last = self._last[index]
+            assert last.finish_reason is not None
+            outputs.append(
+                CompletionOutput(
+                    index=index,
+                    text="".join(texts),
+                    token_ids=tuple(self._token_ids[index]),
+                    logprobs=tuple(self._logprobs[index]) if self._wants_logprobs else None,
+                    finish_reason=last.finish_reason,
+                    stop_reason=last.stop_reason,
+                )
+            )
+        usage = self._last[0].usage
+        return Completion(
+            prompt=prompt,
+            prompt_token_ids=tuple(self._prompt_token_ids),
+            prompt_logprobs=self._prompt_logprobs,
+            outputs=tuple(outputs),
+            num_cached_tokens=usage.num_cached_tokens if usage is not None else 0,
+        )

@@ -1,0 +1,266 @@
+"""Putting the server together: the only file that knows every package.
+
+Takes a `ServerConfig`, builds executor, engine, observer and HTTP application, listens before the model is
+loaded (so that probes are answered from the first second), tells readiness, and drains on SIGTERM. Decides
+nothing about requests, steps or bytes.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from asyncserve.checkpoint import Checkpoint, open_checkpoint
+from asyncserve.config import ServerConfig
+from asyncserve.errors import ConfigError, EngineStopped
+from asyncserve.http.app import build_app, make_runner
+from asyncserve.loop.engine import Engine
+from asyncserve.loop.tokenizer import load_tokenizer
+from asyncserve.metrics.collector import EngineCollector
+from asyncserve.metrics.observer import PrometheusObserver, new_registry, render
+from asyncserve.observer import Observer
+from asyncserve.step import Executor
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILURE = 1
+
+
+def open_model(config: ServerConfig) -> Checkpoint:
+    """Find the model's files as the options say.
+
+    Raises:
+        CheckpointError: They are missing, unreachable or damaged.
+    """
+    return open_checkpoint(
+        config.model,
+        revision=config.revision,
+        download_dir=config.download_dir,
+        needs_weights=config.load_format != "dummy",
+    )
+
+
+def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
+    """Make the device side; nothing is loaded before its `start`."""
+    # Imported here: it brings torch, which takes seconds and which a bad option should not have to wait for.
+    from asyncserve.gpu.executor import ThreadExecutor
+    from asyncserve.gpu.startup import start_runner
+
+    return ThreadExecutor(
+        lambda: start_runner(
+            checkpoint,
+            device=config.device,
+            dtype=config.dtype,
+            load_format=config.load_format,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_len=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            num_gpu_blocks_override=config.num_gpu_blocks_override,
+            attention_backend=config.attention_backend,
+            num_threads=config.num_threads,
+            seed=config.seed,
+            async_scheduling=config.async_scheduling,
+        )
+    )
+
+
+def build_engine(config: ServerConfig, checkpoint: Checkpoint, observer: Observer) -> Engine:
+    """Make the engine with its tokenizer and device side; `Engine.start` loads the model."""
+    tokenizer_source = checkpoint
+    if config.tokenizer is not None:
+        tokenizer_source = open_checkpoint(
+            config.tokenizer,
+            revision=config.revision,
+            download_dir=config.download_dir,
+            needs_weights=False,
+        )
+    tokenizer = load_tokenizer(tokenizer_source, chat_template=config.chat_template, model=checkpoint)
+    return Engine(
+        executor=build_executor(config, checkpoint),
+        tokenizer=tokenizer,
+        observer=observer,
+        max_num_queued_requests=config.max_num_queued_requests,
+        policy=config.scheduling_policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        async_scheduling=config.async_scheduling,
+        seed=config.seed,
+    )
+
+
+def default_sampling(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the sampling values the model's authors recommend, for fields a request leaves out."""
+    if config.generation_config == "none":
+        return {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    recommended = checkpoint.generation_config
+    return {name: recommended[name] for name in names if recommended.get(name) is not None}
+
+
+async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
+    """Run the server until a signal or a failure ends it.
+
+    Args:
+        config: The options, validated.
+        on_ready: Called once with the base URL when requests are answered.
+
+    Returns:
+        Exit status: 0 after a drain, 1 if the engine failed.
+
+    Raises:
+        StartupError: The server cannot start.
+    """
+    _configure_logging(config.log_level)
+    started_s = time.monotonic()
+    checkpoint = await asyncio.to_thread(open_model, config)
+    model_names = config.served_model_name or (config.model,)
+    registry = new_registry()
+    observer = PrometheusObserver(registry, model_name=model_names[0])
+    engine = await asyncio.to_thread(build_engine, config, checkpoint, observer)
+    cache_config = {
+        "block_size": config.block_size,
+        "cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": config.enable_prefix_caching,
+    }
+    registry.register(EngineCollector(engine.statistics, model_names[0], cache_config))
+
+    app = build_app(
+        engine,
+        model_names=model_names,
+        default_sampling=default_sampling(config, checkpoint),
+        api_keys=config.api_key,
+        max_logprobs=config.max_logprobs,
+        max_body_bytes=config.max_body_bytes,
+        health_timeout_s=config.health_timeout,
+        metrics_renderer=lambda: render(registry),
+    )
+    runner = make_runner(app)
+    await runner.setup()
+    stop_requests = _StopRequests()
+    stop_requests.install()
+    try:
+        url = await _listen(runner, config)
+        starting = asyncio.create_task(engine.start(), name="engine-start")
+        await _first_of(starting, stop_requests.first)
+        if not starting.done():
+            logger.warning("stopped while loading")
+            # The device thread is inside a load that cannot be interrupted; the process is the unit to end.
+            os._exit(EXIT_FAILURE)
+        await starting
+        # What lives now lives for good: the collector need not look at it again. A full collection over
+        # everything loaded costs 20-50 ms, which every running stream would feel.
+        gc.collect()
+        gc.freeze()
+        logger.info("ready on %s after %.1f s", url, time.monotonic() - started_s)
+        if on_ready is not None:
+            on_ready(url)
+        return await _run_until_stopped(engine, stop_requests, config.shutdown_timeout)
+    finally:
+        stop_requests.uninstall()
+        await engine.stop()
+        await runner.cleanup()
+
+
+async def _run_until_stopped(
+    engine: Engine, stop_requests: "_StopRequests", shutdown_timeout_s: float
+) -> int:
+    engine_stopped = asyncio.create_task(engine.wait_stopped(), name="engine-stopped")
+    try:
+        await _first_of(engine_stopped, stop_requests.first)
+        if engine_stopped.done():
+            failure = engine.failure or EngineStopped("the engine stopped by itself")
+            logger.error("the engine stopped: %s", failure, exc_info=failure)
+            return EXIT_FAILURE
+        logger.info("draining: no new requests, running ones have %.0f s", shutdown_timeout_s)
+        draining = asyncio.create_task(engine.drain(shutdown_timeout_s), name="drain")
+        await _first_of(draining, stop_requests.second)
+        if not draining.done():
+            logger.warning("second signal: stopping now")
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+        return 0
+    finally:
+        engine_stopped.cancel()
+        await asyncio.gather(engine_stopped, return_exceptions=True)
+
+
+async def _first_of(task: "asyncio.Task[None]", event: asyncio.Event) -> None:
+    """Return when the task is done or the event set, whichever comes first; the task goes on."""
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+class _StopRequests:
+    """SIGTERM and SIGINT as two events: the first asks for a drain, the second for an end."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._note)
+
+    def uninstall(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+    def _note(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
+    """Open the listening socket and return the base URL.
+
+    Raises:
+        ConfigError: The address is taken or cannot be used.
+    """
+    try:
+        if config.uds is not None:
+            _remove_stale_socket(config.uds)
+            await web.UnixSite(runner, config.uds).start()
+            return f"unix:{config.uds}"
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        place = config.uds or f"{config.host}:{config.port}"
+        raise ConfigError(f"cannot listen on {place}: {error.strerror or error}") from error
+    host, port = runner.addresses[0][:2]
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"http://{shown}:{port}"
+
+
+def _remove_stale_socket(path: str) -> None:
+    """Remove what a server that was killed left behind; anything but a socket is left alone."""
+    if Path(path).is_socket():
+        Path(path).unlink()
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    if level != "debug":
+        # The libraries' own chatter at INFO is not about this server.
+        for name in ("asyncio", "urllib3", "httpx", "huggingface_hub", "transformers"):
+            logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,410 @@
+"""A cheap streaming client of OpenAI's API: HTTP/1.1 over plain asyncio transports.
+
+It shares the machine with the server it measures, so it takes times once per read and looks at an event's
+bytes instead of decoding its JSON; only the few events that are not content (role, usage, error) are
+decoded. Gives one `Record` per request and never raises: what went wrong is in the record. Definitions of
+the times: `report`.
+"""
+
+import asyncio
+import json
+import re
+import ssl
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from loadtest.workload import Sample
+
+# The value after the key is a string that is not empty. A quotation mark inside a JSON string is escaped,
+# so that generated text cannot look like this.
+_CONTENT_OR_END = re.compile(rb'"(?:text|content|reasoning|reasoning_content|finish_reason)"\s*:\s*"(?!")')
+_FINISH = b'"finish_reason"'
+
+
+@dataclass(slots=True)
+class Record:
+    """What came of one request. Times are seconds of `time.perf_counter`.
+
+    Args:
+        started_s: When it was sent.
+        first_s: When the first event with content came; 0 before.
+        last_s: When the last event of the answer (content or finish reason) came.
+        gaps_s: Between successive events with content.
+        num_prompt_tokens: From the server's usage.
+        num_output_tokens: From the server's usage; the number of events if it sent none.
+        has_usage: Whether it sent one.
+        status: HTTP status, 0 if there was no answer.
+        error: None if it was answered in full.
+    """
+
+    started_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    has_usage: bool = False
+    status: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer that was not streamed."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """Return the decoded body."""
+        return json.loads(self.body)
+
+
+class ConnectionLost(Exception):
+    """The server closed the connection before the answer was complete, or it was never opened."""
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP/1.1 connection: one request at a time, answers de-chunked.
+
+    Body bytes go to `on_body(data, now_s)` as they come, or are collected for `Answer.body` if it is None.
+    """
+
+    def __init__(self) -> None:
+        self.on_body: Any = None
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.is_open = False
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+        self._body: list[bytes] = []
+        self._in_head = True
+        self._is_chunked = False
+        self._body_left = 0
+        self._done: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport = cast("asyncio.Transport", transport)
+        self.is_open = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail the request that is out, unless its body ends with the connection."""
+        self.is_open = False
+        if self._done is None or self._done.done():
+            return
+        if not self._in_head and not self._is_chunked and self._body_left < 0:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(ConnectionLost(f"connection lost: {exc or 'closed by the server'}"))
+
+    async def exchange(self, request: bytes, on_body: Any = None) -> Answer:
+        """Send one request and wait for the whole answer.
+
+        Raises:
+            ConnectionLost: The answer is not complete.
+        """
+        if self._transport is None or not self.is_open:
+            raise ConnectionLost("not connected")
+        self.on_body = on_body
+        self.status, self.headers, self._body, self._in_head = 0, {}, [], True
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._done
+        if self.headers.get("connection", "").lower() == "close":
+            self.close()
+        return Answer(self.status, self.headers, b"".join(self._body))
+
+    def close(self) -> None:
+        """Close the connection at once; an exchange under way fails with `ConnectionLost`."""
+        if self._transport is not None and self.is_open:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Take the next bytes of the answer."""
+        now_s = time.perf_counter()
+        if self._buffer:
+            data = self._buffer + data
+            self._buffer = b""
+        if self._in_head:
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                self._buffer = data
+                return
+            self._take_head(data[:end])
+            data = data[end + 4 :]
+        if self._is_chunked:
+            self._take_chunks(data, now_s)
+            return
+        if self._body_left >= 0:
+            self._body_left -= len(data)
+        self._take_body(data, now_s)
+        if self._body_left == 0:
+            self._finish()
+
+    def _take_head(self, head: bytes) -> None:
+        status_line, *lines = head.decode("latin-1").split("\r\n")
+        self.status = int(status_line.split(" ", 2)[1])
+        pairs = (line.partition(":") for line in lines)
+        self.headers = {name.lower(): value.strip() for name, _, value in pairs}
+        self._is_chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
+        self._body_left = int(self.headers.get("content-length", -1))
+        self._in_head = False
+
+    def _take_chunks(self, data: bytes, now_s: float) -> None:
+        # Several chunks in one read are handed on as one piece.
+        pieces = []
+        start = 0
+        last = False
+        while (line_end := data.find(b"\r\n", start)) >= 0:
+            length = int(data[start:line_end].partition(b";")[0], 16)
+            chunk_end = line_end + 2 + length
+            if len(data) < chunk_end + 2:
+                break
+            if length == 0:
+                last = True
+                break
+            pieces.append(data[line_end + 2 : chunk_end])
+            start = chunk_end + 2
+        if not last:
+            self._buffer = data[start:]
+        if pieces:
+            self._take_body(pieces[0] if len(pieces) == 1 else b"".join(pieces), now_s)
+        if last:
+            self._finish()
+
+    def _take_body(self, data: bytes, now_s: float) -> None:
+        if self.on_body is not None and self.status == 200:
+            self.on_body(data, now_s)
+        else:
+            self._body.append(data)
+
+    def _finish(self) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+
+class StreamReader:
+    """Server-sent events → the times and counts of one `Record`."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.is_done = False
+        self.num_content_events = 0
+        self._rest = b""
+
+    def take(self, data: bytes, now_s: float) -> None:
+        """Take the next piece of the body, read at `now_s`."""
+        if self._rest:
+            data = self._rest + data
+        *events, self._rest = data.split(b"\n\n")
+        for event in events:
+            found = _CONTENT_OR_END.search(event)
+            if found is None:
+                self._take_rare(event)
+                continue
+            record = self.record
+            if event.startswith(_FINISH, found.start()):
+                found = _CONTENT_OR_END.search(event, found.end())
+            if found is not None:
+                self.num_content_events += 1
+                if record.first_s:
+                    record.gaps_s.append(now_s - record.last_s)
+                else:
+                    record.first_s = now_s
+            record.last_s = now_s
+            if b'"usage"' in event:
+                self._take_usage(json.loads(event.partition(b"data:")[2]))
+
+    def _take_rare(self, event: bytes) -> None:
+        data = event.strip().removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            self.is_done = True
+        elif data.startswith(b"{"):
+            content = json.loads(data)
+            if content.get("error"):
+                self.record.error = f"error in the stream: {content['error'].get('message')}"
+            self._take_usage(content)
+
+    def _take_usage(self, content: Mapping[str, Any]) -> None:
+        usage = content.get("usage")
+        if usage:
+            self.record.num_prompt_tokens = usage["prompt_tokens"]
+            self.record.num_output_tokens = usage["completion_tokens"]
+            self.record.has_usage = True
+
+
+class Client:
+    """Sends samples to one server over kept connections.
+
+    Args:
+        url: Base, such as `http://127.0.0.1:8000`.
+        model: Name to ask for.
+        endpoint: `completions` or `chat`.
+        api_key: Sent as a bearer token.
+        temperature: Of every request; 0 is greedy.
+        extra: Further fields of every request body.
+        timeout_s: Most seconds for one request.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        endpoint: str = "completions",
+        api_key: str | None = None,
+        temperature: float = 0.0,
+        extra: Mapping[str, Any] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        self._host = parts.hostname or "127.0.0.1"
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._ssl else 80)
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._idle: list[Connection] = []
+        self.model = model
+        self.endpoint = endpoint
+        self.temperature = temperature
+        self.extra = dict(extra or {})
+        self.timeout_s = timeout_s
+
+    async def connect(self) -> Connection:
+        """Open a connection, or take an idle one.
+
+        Raises:
+            ConnectionLost: The server cannot be reached.
+        """
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._ssl)
+        except OSError as error:
+            raise ConnectionLost(
+                f"cannot connect to {self._host}:{self._port}: {error.strerror or error}"
+            ) from error
+        return connection
+
+    def release(self, connection: Connection) -> None:
+        """Keep a connection for the next request."""
+        if connection.is_open:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
+        """Send one request whose answer is not streamed.
+
+        Raises:
+            ConnectionLost: There is no complete answer.
+        """
+        connection = await self.connect()
+        try:
+            answer = await connection.exchange(self.head(method, path, body))
+        except BaseException:
+            connection.close()
+            raise
+        self.release(connection)
+        return answer
+
+    async def served_model(self) -> tuple[str, int | None]:
+        """Return the name of the server's first model, and its context length if it tells.
+
+        Raises:
+            ConnectionLost: The server cannot be reached.
+            ValueError: It lists no model.
+        """
+        answer = await self.ask("GET", "/v1/models")
+        if answer.status != 200:
+            raise ValueError(f"GET /v1/models: HTTP {answer.status}: {error_message(answer.body)}")
+        model = answer.json()["data"][0]
+        return model["id"], model.get("max_model_len")
+
+    async def complete(self, sample: Sample) -> Record:
+        """Send one sample, streaming, and record what comes."""
+        record = Record(started_s=time.perf_counter())
+        connection = None
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                connection = await self.connect()
+                await self.stream(connection, self.body(sample), record)
+            self.release(connection)
+        except (ConnectionLost, TimeoutError) as error:
+            record.error = str(error) or f"no answer within {self.timeout_s:g} s"
+            if connection is not None:
+                connection.close()
+        return record
+
+    async def stream(self, connection: Connection, body: bytes, record: Record) -> None:
+        """Send one streaming request on `connection` and fill in `record`.
+
+        Raises:
+            ConnectionLost: The stream broke off.
+        """
+        reader = StreamReader(record)
+        record.started_s = time.perf_counter()
+        path = "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+        try:
+            answer = await connection.exchange(self.head("POST", path, body), reader.take)
+        finally:
+            record.status = connection.status
+            if not record.has_usage:
+                record.num_output_tokens = reader.num_content_events
+        if answer.status != 200:
+            record.error = f"HTTP {answer.status}: {error_message(answer.body)}"
+        elif record.error is None and not reader.is_done:
+            record.error = "the stream ended without [DONE]"
+        elif record.error is None and not record.first_s:
+            record.error = "the stream had no content"
+
+    def body(self, sample: Sample, *, stream: bool = True) -> bytes:
+        """Return the request body for one sample."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": sample.max_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        if stream:
+            fields["stream_options"] = {"include_usage": True}
+        if self.endpoint == "chat":
+            if not isinstance(sample.prompt, str):
+                raise ValueError("chat takes text, not token ids")
+            fields["messages"] = [{"role": "user", "content": sample.prompt}]
+        else:
+            fields["prompt"] = sample.prompt
+        return json.dumps(fields | self.extra).encode()
+
+    def head(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Return a whole HTTP request."""
+        length = (
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body is not None else ""
+        )
+        head = (
+            f"{method} {self._base}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
+            f"{self._authorization}{length}\r\n"
+        )
+        return head.encode() + (body or b"")
+
+
+def error_message(body: bytes) -> str:
+    """Return the message of an error body in OpenAI's shape, or the beginning of whatever it is."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,207 @@
+"""What came of a run: definitions, percentiles, goodput; as a table, JSON and a picture.
+
+Takes `Record`s, gives a `Report`. Definitions, per request that was answered in full:
+
+* TTFT, time to first token: from sending to the first event with content.
+* E2EL, end-to-end latency: from sending to the last event of the answer.
+* TPOT, time per output token: (E2EL - TTFT) / (output tokens - 1), for outputs of two tokens and more.
+* ITL, inter-token latency: the gaps between successive events with content, of all requests together. An
+  event may carry several tokens and a read several events, hence TPOT is the figure to compare.
+* Goodput: requests per second that keep every limit given.
+
+Token counts are the server's own (`usage`). Percentiles interpolate linearly.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loadtest.client import Record
+
+LATENCIES = {
+    "ttft": "Time to first token",
+    "tpot": "Time per output token",
+    "itl": "Inter-token latency",
+    "e2el": "End-to-end latency",
+}
+"""Every latency by its short name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One latency over a run, in milliseconds; NaN where there is no value."""
+
+    count: int
+    mean: float
+    median: float
+    p90: float
+    p99: float
+    max: float
+
+    @staticmethod
+    def of(values_ms: Sequence[float]) -> "Distribution":
+        """Summarise values in milliseconds."""
+        if len(values_ms) == 0:
+            return Distribution(0, math.nan, math.nan, math.nan, math.nan, math.nan)
+        median, p90, p99 = np.percentile(values_ms, [50, 90, 99])
+        mean, largest = np.mean(values_ms), np.max(values_ms)
+        return Distribution(
+            len(values_ms), float(mean), float(median), float(p90), float(p99), float(largest)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run in figures.
+
+    Args:
+        num_requests: Sent.
+        num_completed: Answered in full.
+        failures: Message → how many requests ended with it.
+        duration_s: From the first request sent to the last answer.
+        num_prompt_tokens: Of the completed requests.
+        num_output_tokens: Of the completed requests.
+        num_without_usage: Completed requests whose output was counted in events, for want of `usage`.
+        request_throughput: Completed requests per second.
+        output_throughput: Output tokens per second.
+        total_throughput: Prompt and output tokens per second.
+        goodput: Requests per second that kept every limit; None without limits.
+        latencies: By short name, see `LATENCIES`.
+    """
+
+    num_requests: int
+    num_completed: int
+    failures: Mapping[str, int]
+    duration_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_without_usage: int
+    request_throughput: float
+    output_throughput: float
+    total_throughput: float
+    goodput: float | None
+    latencies: Mapping[str, Distribution]
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain values for a JSON file; NaN becomes None."""
+        plain = asdict(self)
+        for values in plain["latencies"].values():
+            for name, value in values.items():
+                if value != value:
+                    values[name] = None
+        return plain
+
+
+def latencies_ms(records: Sequence[Record]) -> dict[str, list[float]]:
+    """Return every latency of the completed requests, by short name, in milliseconds."""
+    values: dict[str, list[float]] = {name: [] for name in LATENCIES}
+    for record in records:
+        if record.error is None:
+            for name, value in _of_one(record).items():
+                values[name].append(value)
+            values["itl"] += [1000 * gap for gap in record.gaps_s]
+    return values
+
+
+def summarize(
+    records: Sequence[Record], *, duration_s: float, limits_ms: Mapping[str, float] | None = None
+) -> Report:
+    """Put a run into figures.
+
+    Args:
+        records: One per request sent.
+        duration_s: Of the whole run.
+        limits_ms: For goodput: most milliseconds of ttft, tpot or e2el.
+    """
+    completed = [record for record in records if record.error is None]
+    num_prompt = sum(record.num_prompt_tokens for record in completed)
+    num_output = sum(record.num_output_tokens for record in completed)
+    num_good = (
+        sum(
+            # A single token has no TPOT, hence keeps any limit on it.
+            all(_of_one(record).get(name, 0.0) <= limit for name, limit in limits_ms.items())
+            for record in completed
+        )
+        if limits_ms
+        else None
+    )
+    return Report(
+        num_requests=len(records),
+        num_completed=len(completed),
+        failures=dict(Counter(record.error for record in records if record.error is not None)),
+        duration_s=duration_s,
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output,
+        num_without_usage=sum(not record.has_usage for record in completed),
+        request_throughput=len(completed) / duration_s,
+        output_throughput=num_output / duration_s,
+        total_throughput=(num_prompt + num_output) / duration_s,
+        goodput=None if num_good is None else num_good / duration_s,
+        latencies={name: Distribution.of(values) for name, values in latencies_ms(records).items()},
+    )
+
+
+def _of_one(record: Record) -> dict[str, float]:
+    """Return ttft, e2el and, from two tokens on, tpot of one completed request, in milliseconds."""
+    ttft_s = record.first_s - record.started_s
+    e2el_s = record.last_s - record.started_s
+    values = {"ttft": 1000 * ttft_s, "e2el": 1000 * e2el_s}
+    if record.num_output_tokens > 1:
+        values["tpot"] = 1000 * (e2el_s - ttft_s) / (record.num_output_tokens - 1)
+    return values
+
+
+def to_table(report: Report) -> str:
+    """Return the run as text for people."""
+    lines = [
+        f"requests      {report.num_completed} of {report.num_requests} completed "
+        f"in {report.duration_s:.2f} s",
+        f"tokens        {report.num_prompt_tokens} prompt, {report.num_output_tokens} output",
+        f"throughput    {report.request_throughput:.2f} requests/s, "
+        f"{report.output_throughput:.1f} output tok/s, {report.total_throughput:.1f} total tok/s",
+    ]
+    if report.goodput is not None:
+        lines.append(f"goodput       {report.goodput:.2f} requests/s")
+    if report.num_without_usage:
+        lines.append(f"no usage      {report.num_without_usage} requests: their tokens are counted in events")
+    lines += [f"failed        {count} x {message}" for message, count in sorted(report.failures.items())]
+    lines += ["", f"{'ms':12}{'mean':>10}{'median':>10}{'p90':>10}{'p99':>10}{'max':>10}"]
+    for name, values in report.latencies.items():
+        figures = (values.mean, values.median, values.p90, values.p99, values.max)
+        lines.append(f"{name.upper():12}" + "".join(f"{figure:10.2f}" for figure in figures))
+    return "\n".join(lines)
+
+
+def plot(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+    """Draw the distribution of each latency, one line a run, as a PNG file.
+
+    Args:
+        runs: Name of a run → its records.
+        path: The file to write.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    for panel, (short, title) in zip(panels.flat, LATENCIES.items(), strict=True):
+        for name, records in runs.items():
+            values = np.sort(np.asarray(latencies_ms(records)[short]))
+            if len(values):
+                panel.plot(
+                    values, np.arange(1, len(values) + 1) / len(values), label=name, drawstyle="steps-post"
+                )
+        panel.set(
+            title=f"{title} ({short.upper()})", xlabel="ms", ylabel="share of values below", ylim=(0, 1.01)
+        )
+        panel.axhline(0.99, color="0.8", linewidth=0.8, zorder=0)
+        panel.grid(visible=True, alpha=0.3)
+        if panel.lines[:-1]:
+            panel.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,152 @@
+"""Who may import whom. The layers below are the rule; a new file must be given its place in them."""
+
+import ast
+import graphlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import imports, module_name, parse, relative, source_files
+
+# A row may import every row below it; names in one row are strangers to each other.
+TOP = [
+    ["__main__"],
+    ["offline"],
+    ["serve", "cli"],
+    ["http"],
+    ["loop", "gpu", "metrics"],
+    ["observer"],
+    ["step"],
+    ["request", "kv_spec", "config", "checkpoint"],
+    ["gguf_config"],
+    ["gguf_file"],
+    ["errors"],
+]
+LOOP = [
+    ["engine"],
+    ["pipeline"],
+    ["scheduler", "admission", "detokenizer", "channel"],
+    ["tokenizer", "waiting", "kv_groups", "stop_strings"],
+    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash"],
+]
+GPU = [
+    ["executor"],
+    ["startup"],
+    ["runner", "weights"],
+    ["sampling"],
+    ["models"],
+    ["layers"],
+    ["attention"],
+    ["batch"],
+    ["slots", "block_tables", "kv_cache"],
+    ["staging", "parallel", "kernels", "completion"],
+    ["device"],
+]
+LAYERS: dict[str, list[list[str]]] = {"": TOP, "loop": LOOP, "gpu": GPU}
+
+THIRD_PARTIES: dict[str, set[str]] = {
+    "torch": {"gpu"},
+    "triton": {"gpu"},
+    "safetensors": {"gpu"},
+    "numpy": {"gpu"},
+    "gguf": {"gpu"},
+    "aiohttp": {"http", "serve"},
+    "orjson": {"http"},
+    "msgspec": {"http"},
+    "prometheus_client": {"metrics", "serve"},
+    "tokenizers": {"loop.tokenizer", "loop.gguf_tokenizer"},
+    "transformers": {"loop.tokenizer"},
+    "jinja2": {"loop.chat_template"},
+    "huggingface_hub": {"checkpoint"},
+    "uvloop": {"__main__"},
+    "yaml": {"cli"},
+    "tqdm": {"gpu", "offline"},
+    "asyncio": {
+        "loop.engine",
+        "loop.pipeline",
+        "loop.channel",
+        "gpu.executor",
+        "gpu.completion",
+        "http",
+        "serve",
+        "__main__",
+        "offline",
+    },
+}
+"""Third parties (and asyncio) → the modules and packages that may import them."""
+
+ONLY_INSIDE_FUNCTIONS = {"transformers", "huggingface_hub", "uvloop"}
+"""Importing these costs seconds or brings torch."""
+
+EXEMPT = {("", "offline")}
+"""The package's `__getattr__` finds `LLM` when it is first asked for."""
+
+
+def row_of(rows: Sequence[Sequence[str]], name: str) -> int:
+    return next((number for number, row in enumerate(rows) if name in row), -1)
+
+
+@pytest.mark.parametrize("path", source_files(), ids=relative)
+def test_a_file_imports_only_what_lies_below_it(path: Path) -> None:
+    module = module_name(path)
+    for found in imports(path):
+        assert not found.module.startswith("."), f"{relative(path)}:{found.line}: imports are absolute"
+        target = found.module.removeprefix("asyncserve").removeprefix(".")
+        if not found.module.startswith("asyncserve") or not target or (module, target) in EXEMPT:
+            continue
+        for package, rows in LAYERS.items():
+            prefix = f"{package}." if package else ""
+            if not (module.startswith(prefix) and target.startswith(prefix)) or not module:
+                continue
+            importer, imported = (name.removeprefix(prefix).split(".")[0] for name in (module, target))
+            if importer == imported:
+                continue
+            for name in (importer, imported):
+                assert row_of(rows, name) >= 0, f"{prefix}{name} has no place in the layers"
+            place = f"{relative(path)}:{found.line}"
+            assert row_of(rows, importer) < row_of(rows, imported), (
+                f"{prefix}{importer} may not import {prefix}{imported} ({place})"
+            )
+
+
+@pytest.mark.parametrize("path", source_files(), ids=relative)
+def test_third_parties_are_imported_where_they_belong(path: Path) -> None:
+    module = module_name(path)
+    for found in imports(path):
+        name = found.module.split(".")[0]
+        if name == "asyncserve" or (name in sys.stdlib_module_names and name not in THIRD_PARTIES):
+            continue
+        place = f"{relative(path)}:{found.line}"
+        assert name in THIRD_PARTIES, f"nothing says who may import {name} ({place})"
+        allowed = any(module == home or module.startswith(f"{home}.") for home in THIRD_PARTIES[name])
+        assert allowed, f"{module or 'asyncserve'} may not import {name} ({place})"
+        if name in ONLY_INSIDE_FUNCTIONS:
+            assert not found.is_at_top, f"{name} is imported inside functions only ({place})"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {module_name(path) for path in source_files()}
+    graph = {}
+    for path in source_files():
+        targets = {found.module.removeprefix("asyncserve.") for found in imports(path)}
+        graph[module_name(path)] = (targets & names) - {module_name(path)} if module_name(path) else set()
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_every_file_has_a_place_in_the_layers() -> None:
+    for package, rows in LAYERS.items():
+        prefix = f"{package}." if package else ""
+        present = {
+            name.removeprefix(prefix).split(".")[0]
+            for name in map(module_name, source_files())
+            if name.startswith(prefix) and name != package
+        }
+        assert {name for row in rows for name in row} >= present
+
+
+@pytest.mark.parametrize("path", source_files(), ids=relative)
+def test_no_function_rebinds_a_module_global(path: Path) -> None:
+    for node in ast.walk(parse(path)):
+        assert not isinstance(node, ast.Global), f"{relative(path)}:{node.lineno}: global statement"

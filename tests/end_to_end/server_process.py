@@ -1,0 +1,119 @@
+"""A real server in a process of its own: started, waited for, measured and stopped by the tests."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+
+START_LIMIT_S = 120.0
+_READY = re.compile(r"ready on (http://\S+)")
+
+
+class ServerProcess:
+    """`python -m asyncserve` with its log, listening on a free port."""
+
+    def __init__(self, model: Path | str, *options: str) -> None:
+        self._lines: list[str] = []
+        self._ready = threading.Event()
+        self.url = ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "asyncserve", "--model", str(model), "--host", "127.0.0.1", "--port", "0"]
+            + list(options),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            if found := _READY.search(line):
+                self.url = found.group(1)
+                self._ready.set()
+        self._ready.set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    def wait_ready(self) -> "ServerProcess":
+        assert self._ready.wait(START_LIMIT_S), f"not ready in {START_LIMIT_S} s:\n{self.log}"
+        assert self.url, f"the server ended before it was ready:\n{self.log}"
+        return self
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        status = self._process.wait(timeout_s)
+        self._reader.join(5)
+        return status
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._reader.join(5)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric's samples, whatever their labels."""
+        pattern = re.compile(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
+        values = pattern.findall(self.get("/metrics").text)
+        assert values, f"no metric {name}"
+        return sum(map(float, values))
+
+    def wait_idle(self, timeout_s: float = 20.0) -> None:
+        """Wait until nothing runs, waits or holds a block."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            state = {
+                name: self.metric(f"asyncserve:{name}")
+                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            }
+            if not any(state.values()):
+                return
+            assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {state}"
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running_server(model: Path | str, *options: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, *options)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.stop()
+
+
+def sse_events(lines: Sequence[str]) -> list[str]:
+    """Return the data of each event of a finished stream."""
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]

@@ -1,0 +1,80 @@
+"""The same question has the same answer however the engine serves it: greedy, float32, tiny model."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from asyncserve import LLM, SamplingParams
+from tests.fakes.tiny_model import tiny_llama_folder
+from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+SAMPLED = SamplingParams(
+    max_tokens=24, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True, frequency_penalty=0.4
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_llama_folder(tmp_path_factory.mktemp("tiny"))
+    write_tiny_tokenizer(folder, vocab_size=320)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    shared = [rng.randrange(3, 320) for _ in range(40)]
+    return [shared[: rng.randrange(0, 40)] + [rng.randrange(3, 320) for _ in range(n)] for n in range(1, 13)]
+
+
+def answers(
+    model: Path, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: object
+) -> list[tuple[int, ...]]:
+    with LLM(str(model), **{"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, **options}) as llm:
+        return [c.outputs[0].token_ids for c in llm.generate(prompts, params, progress=False)]
+
+
+@pytest.fixture(scope="module", params=["greedy", "sampled"])
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    return PARAMS if request.param == "greedy" else SAMPLED
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, prompts: list[list[int]], params: SamplingParams) -> list[tuple[int, ...]]:
+    """Every prompt by itself, whole, without cache and without planning ahead: the plainest way."""
+    options = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 1}
+    return answers(model, prompts, params, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"enable_prefix_caching": False, "async_scheduling": False}, id="batched"),
+        pytest.param({"enable_prefix_caching": False}, id="one step ahead"),
+        pytest.param({}, id="prefix cache"),
+        pytest.param({"max_num_batched_tokens": 7, "enable_prefix_caching": False}, id="chunked prefill"),
+        pytest.param({"long_prefill_token_threshold": 5}, id="long prompts held back"),
+        pytest.param({"block_size": 4}, id="small blocks"),
+        pytest.param({"num_gpu_blocks_override": 12, "max_model_len": 96}, id="preempted"),
+        pytest.param({"scheduling_policy": "priority"}, id="priority"),
+    ],
+)
+def test_answers_do_not_depend_on_how_they_are_served(
+    model: Path,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    alone: list[tuple[int, ...]],
+    options: dict[str, object],
+) -> None:
+    assert answers(model, prompts, params, **options) == alone
+
+
+def test_a_small_pool_really_preempts(model: Path, prompts: list[list[int]]) -> None:
+    with LLM(str(model), dtype="float32", num_gpu_blocks_override=12, max_model_len=96) as llm:
+        llm.generate(prompts, PARAMS, progress=False)
+        assert llm.statistics().num_preemptions > 0

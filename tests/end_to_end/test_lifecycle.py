@@ -1,0 +1,163 @@
+"""What a server does when it is told to stop, when clients leave, and when it cannot start."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from tests.end_to_end.server_process import ServerProcess, running_server, sse_events
+from tests.fakes.tiny_model import tiny_llama_folder
+from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_llama_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=65536)
+    write_tiny_tokenizer(folder, vocab_size=320)
+    return folder
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[ServerProcess]:
+    with running_server(model, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB") as server:
+        yield server
+
+
+def ask(num_tokens: int) -> dict[str, object]:
+    return {
+        "model": "tiny",
+        "prompt": "hello",
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+
+
+def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(server: ServerProcess) -> None:
+    lines: list[str] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask(3000), timeout=60) as answer:
+        stream = answer.iter_lines()
+        lines.append(next(stream))
+        server.signal(signal.SIGTERM)
+        while server.get("/ready").status_code == 200:
+            pass
+        assert server.get("/live").status_code == 200
+        refused = server.post("/v1/completions", ask(1))
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"]
+        lines.extend(stream)
+    events = sse_events(lines)
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.wait() == 0
+
+
+def test_second_signal_stops_at_once(server: ServerProcess) -> None:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask(30000), timeout=60) as answer:
+        stream = answer.iter_lines()
+        next(stream)
+        server.signal(signal.SIGTERM)
+        while server.get("/ready").status_code == 200:
+            pass
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        rest = sse_events(list(stream))
+    assert "error" in json.loads(rest[-1] if rest[-1] != "[DONE]" else rest[-2])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_everything(server: ServerProcess, stream: bool) -> None:
+    body = json.dumps({**ask(30000), "stream": stream}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        while server.metric("asyncserve:num_requests_running") == 0:
+            pass
+    server.wait_idle()
+    assert 'finished_reason="abort"' in server.get("/metrics").text
+    assert server.metric("asyncserve:generation_tokens_total") < 30000
+
+
+def test_many_clients_at_once_all_get_their_tokens(server: ServerProcess) -> None:
+    counts: list[int] = []
+
+    def run() -> None:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=ask(50), timeout=60) as answer:
+            events = sse_events(list(answer.iter_lines()))
+            counts.append(len(events))
+            assert events[-1] == "[DONE]"
+
+    threads = [threading.Thread(target=run) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counts) == 24
+    server.wait_idle()
+    assert server.metric("asyncserve:generation_tokens_total") == 24 * 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "no/such-folder/at-all"], "no/such-folder/at-all"),
+        (["--model", "{model}", "--max-model-len", "0"], "max_model_len"),
+        (["--model", "{model}", "--port", "notanumber"], "port"),
+        (["--model", "{model}", "--no-such-flag"], "no-such-flag"),
+        (["--model", "{model}", "--attention-backend", "magic"], "magic"),
+    ],
+)
+def test_a_bad_start_ends_with_one_clear_message(model: Path, arguments: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncserve", *(a.format(model=model) for a in arguments)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_architecture_names_the_known_ones(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(model / name)
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncserve", "--model", str(tmp_path), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 1
+    assert "FooForCausalLM" in done.stderr
+    assert "LlamaForCausalLM" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_named(server: ServerProcess, model: Path) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncserve", "--model", str(model), "--host", "127.0.0.1", "--port", port],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 1
+    assert port in done.stderr

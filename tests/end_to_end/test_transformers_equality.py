@@ -1,0 +1,64 @@
+"""The demo model in float32 says, token for token, what transformers says on the same file."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncserve import LLM, SamplingParams
+from tests.fakes.demo_model import demo_model_path
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_TOKENS = 64
+PROMPTS = [
+    "The capital of France is",
+    "San Francisco is a",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a village by the sea, there lived",
+    "The three laws of thermodynamics are",
+    "1 2 3 4 5 6 7",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Water boils at a temperature of 100 degrees, and ice melts at",
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    with LLM(str(demo_model_path()), dtype="float32", max_model_len=512) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def prompt_token_ids(llm: LLM) -> list[list[int]]:
+    one = SamplingParams(max_tokens=1, temperature=0)
+    return [list(c.prompt_token_ids) for c in llm.generate(PROMPTS, one, progress=False)]
+
+
+@pytest.fixture(scope="module")
+def expected(prompt_token_ids: list[list[int]]) -> list[list[int]]:
+    path = demo_model_path()
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    outputs = []
+    with torch.inference_mode():
+        for ids in prompt_token_ids:
+            out = model.generate(
+                torch.tensor([ids]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+            )
+            outputs.append(out[0, len(ids) :].tolist())
+    return outputs
+
+
+def test_greedy_output_in_a_batch_is_that_of_transformers(
+    llm: LLM, prompt_token_ids: list[list[int]], expected: list[list[int]]
+) -> None:
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    got = llm.generate(prompt_token_ids, params, progress=False)
+    assert [list(c.outputs[0].token_ids) for c in got] == expected
+
+
+def test_greedy_output_alone_is_that_of_transformers(
+    llm: LLM, prompt_token_ids: list[list[int]], expected: list[list[int]]
+) -> None:
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    for ids, want in zip(prompt_token_ids, expected, strict=True):
+        assert list(llm.generate(ids, params, progress=False)[0].outputs[0].token_ids) == want

@@ -1,0 +1,98 @@
+"""The mistreatment itself, of a whole server over the fake device, which checks every plan."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from asyncserve.http.app import build_app, make_runner
+from asyncserve.loop.engine import Engine
+from asyncserve.metrics.collector import EngineCollector
+from asyncserve.metrics.observer import PrometheusObserver, render
+from loadtest.chaos import Chaos, gauges, main
+from loadtest.client import Client
+from tests.fakes.executor import FakeExecutor, fake_info
+from tests.fakes.tokenizer import FakeTokenizer
+
+
+@asynccontextmanager
+async def running_server(
+    damage: Callable[[web.Application], None] = lambda app: None,
+) -> AsyncIterator[tuple[str, Engine]]:
+    registry = CollectorRegistry()
+    info = fake_info(num_slots=8, num_blocks=256, block_len=8, max_model_len=2048, max_num_batched_tokens=64)
+    engine = Engine(
+        executor=FakeExecutor(info),
+        tokenizer=FakeTokenizer(),
+        observer=PrometheusObserver(registry, model_name="fake"),
+    )
+    registry.register(EngineCollector(engine.statistics, "fake"))
+    app = build_app(engine, model_names=["fake"], metrics_renderer=lambda: render(registry), access_log=False)
+    damage(app)
+    runner = make_runner(app, shutdown_timeout_s=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await engine.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", engine
+    finally:
+        await engine.stop()
+        await runner.cleanup()
+
+
+def chaos_on(client: Client, *, disconnects: float = 0.4) -> Chaos:
+    return Chaos(
+        client,
+        num_streams=12,
+        input_len=20,
+        output_len=20,
+        disconnects=disconnects,
+        malformed=0.2,
+        vocab_size=256,
+        seed=0,
+    )
+
+
+@pytest.mark.slow
+async def test_a_sound_server_answers_everything_and_comes_to_rest() -> None:
+    async with running_server() as (url, engine):
+        client = Client(url, model="fake", timeout_s=20)
+        chaos = chaos_on(client)
+        await chaos.run(1.0)
+        tally = chaos.tally
+        assert not tally.complaints
+        assert tally.num_sent == tally.outcomes.total() > 20
+        kinds = {"malformed, refused", "stream, left", "stream, complete", "plain, complete"}
+        assert kinds <= set(tally.outcomes)
+        assert tally.health_ms
+        while engine.statistics().num_running + engine.statistics().num_unapplied_steps:
+            await client.ask("GET", "/health")
+        assert set((await gauges(client)).values()) == {0.0}
+        client.close()
+
+
+@pytest.mark.slow
+async def test_a_server_that_answers_what_it_should_refuse_is_complained_of() -> None:
+    @web.middleware
+    async def too_kind(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+        if request.path == "/v1/completions":
+            await request.read()
+            return web.json_response({"choices": []})
+        response = await handler(request)  # type: ignore[misc]
+        assert isinstance(response, web.StreamResponse)
+        return response
+
+    async with running_server(lambda app: app.middlewares.append(too_kind)) as (url, _):
+        client = Client(url, model="fake", timeout_s=20)
+        chaos = chaos_on(client, disconnects=0.0)
+        await chaos.run(0.3)
+        assert any("max_tokens 0: HTTP 200" in message for message in chaos.tally.complaints)
+        assert any(message.startswith("stream: ") for message in chaos.tally.complaints)
+        client.close()
+
+
+def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", "http://127.0.0.1:1", "--model", "m", "--seconds", "0.1"]) == 2
+    assert "cannot connect" in capsys.readouterr().err

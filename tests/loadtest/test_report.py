@@ -1,0 +1,92 @@
+import json
+import math
+from array import array
+from pathlib import Path
+
+import pytest
+
+from loadtest.client import Record
+from loadtest.report import Distribution, latencies_ms, plot, summarize, to_table
+
+
+def record(
+    *,
+    started_s: float = 0.0,
+    ttft_s: float = 0.1,
+    e2el_s: float = 1.1,
+    tokens: int = 11,
+    error: str | None = None,
+) -> Record:
+    return Record(
+        started_s=started_s,
+        first_s=started_s + ttft_s,
+        last_s=started_s + e2el_s,
+        gaps_s=array("d", [(e2el_s - ttft_s) / (tokens - 1)] * (tokens - 1)),
+        num_prompt_tokens=20,
+        num_output_tokens=tokens,
+        has_usage=True,
+        status=200,
+        error=error,
+    )
+
+
+def test_percentiles_interpolate_linearly() -> None:
+    values = Distribution.of([10.0, 20.0, 30.0, 40.0, 50.0])
+    assert (values.count, values.mean, values.median, values.max) == (5, 30.0, 30.0, 50.0)
+    assert values.p90 == pytest.approx(46.0)
+    assert values.p99 == pytest.approx(49.6)
+
+
+def test_no_values_are_no_numbers() -> None:
+    assert math.isnan(Distribution.of([]).median)
+
+
+def test_time_per_output_token_leaves_out_the_first_token() -> None:
+    values = latencies_ms([record(started_s=5.0, ttft_s=0.1, e2el_s=1.1, tokens=11)])
+    assert values["ttft"] == [pytest.approx(100)]
+    assert values["e2el"] == [pytest.approx(1100)]
+    assert values["tpot"] == [pytest.approx(100)]
+    assert values["itl"] == [pytest.approx(100)] * 10
+
+
+def test_an_output_of_one_token_has_no_time_per_output_token() -> None:
+    single = record(ttft_s=0.1, e2el_s=0.1, tokens=2)
+    single.num_output_tokens = 1
+    assert latencies_ms([single])["tpot"] == []
+
+
+def test_failures_count_for_nothing_but_themselves() -> None:
+    records = [record(), record(error="boom"), record(error="boom"), record(error="other")]
+    report = summarize(records, duration_s=2.0)
+    assert (report.num_requests, report.num_completed) == (4, 1)
+    assert report.failures == {"boom": 2, "other": 1}
+    assert report.output_throughput == pytest.approx(5.5)
+    assert report.total_throughput == pytest.approx(15.5)
+    assert report.request_throughput == pytest.approx(0.5)
+    assert report.latencies["ttft"].count == 1
+
+
+def test_goodput_counts_requests_that_keep_every_limit() -> None:
+    records = [
+        record(ttft_s=0.1, e2el_s=1.1),
+        record(ttft_s=0.6, e2el_s=1.1),
+        record(ttft_s=0.1, e2el_s=3.1),
+        record(error="boom"),
+    ]
+    assert summarize(records, duration_s=2.0, limits_ms={"ttft": 500, "tpot": 150}).goodput == 0.5
+    assert summarize(records, duration_s=2.0, limits_ms={"ttft": 500}).goodput == 1.0
+    assert summarize(records, duration_s=2.0, limits_ms={"e2el": 10_000}).goodput == 1.5
+    assert summarize(records, duration_s=2.0).goodput is None
+
+
+def test_a_run_in_which_everything_failed_still_makes_a_report() -> None:
+    report = summarize([record(error="boom")], duration_s=1.0, limits_ms={"ttft": 1})
+    assert report.goodput == 0
+    assert "1 x boom" in to_table(report)
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["latencies"]["ttft"]["median"] is None
+
+
+@pytest.mark.slow
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    plot({"one": [record(), record(e2el_s=2.0)], "empty": []}, tmp_path / "latency.png")
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,35 @@
+from loadtest.workload import FIRST_TOKEN_ID, random_tokens, text
+
+
+def test_random_prompts_have_the_lengths_asked_for_and_ids_inside_the_vocabulary() -> None:
+    samples = random_tokens(20, input_len=32, output_len=8, vocab_size=100)
+    assert {len(sample.prompt) for sample in samples} == {32}
+    assert {sample.max_tokens for sample in samples} == {8}
+    ids = [token_id for sample in samples for token_id in sample.prompt]
+    assert min(int(token_id) for token_id in ids) >= FIRST_TOKEN_ID
+    assert max(int(token_id) for token_id in ids) < 100
+
+
+def test_lengths_spread_over_the_whole_range_and_not_beyond() -> None:
+    samples = random_tokens(400, input_len=10, output_len=10, range_ratio=0.5)
+    assert {len(sample.prompt) for sample in samples} == set(range(5, 16))
+    assert {sample.max_tokens for sample in samples} == set(range(5, 16))
+
+
+def test_the_same_seed_gives_the_same_samples_and_another_seed_others() -> None:
+    for make in (random_tokens, text):
+        assert make(5, input_len=9, output_len=3, seed=1) == make(5, input_len=9, output_len=3, seed=1)
+        assert make(5, input_len=9, output_len=3, seed=1) != make(5, input_len=9, output_len=3, seed=2)
+
+
+def test_all_prompts_share_the_prefix_and_nothing_after_it() -> None:
+    samples = random_tokens(5, input_len=8, output_len=1, prefix_len=16)
+    assert len({sample.prompt[:16] for sample in samples}) == 1
+    assert len({sample.prompt[16] for sample in samples}) > 1
+    texts = [str(sample.prompt).split() for sample in text(5, input_len=8, output_len=1, prefix_len=16)]
+    assert len({tuple(words[:16]) for words in texts}) == 1
+    assert len({words[16] for words in texts}) == 5
+
+
+def test_text_prompts_have_as_many_words_as_asked_for() -> None:
+    assert {len(str(sample.prompt).split()) for sample in text(9, input_len=700, output_len=1)} == {700}

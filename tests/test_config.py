@@ -1,0 +1,90 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from asyncserve.config import ServerConfig
+from asyncserve.errors import ConfigError
+
+
+def test_the_defaults_are_valid() -> None:
+    ServerConfig(model="m").validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": ""}, ["model", "empty"]),
+        ({"served_model_name": ("a", "")}, ["served_model_name", "empty"]),
+        ({"api_key": ("",)}, ["api_key", "empty"]),
+        ({"host": ""}, ["host"]),
+        ({"dtype": "int8"}, ["dtype", "int8", "bfloat16"]),
+        ({"device": "tpu"}, ["device", "tpu"]),
+        ({"scheduling_policy": "lifo"}, ["scheduling_policy", "priority"]),
+        ({"max_model_len": 0}, ["max_model_len", "0", "1"]),
+        ({"max_num_seqs": -1}, ["max_num_seqs"]),
+        ({"max_num_batched_tokens": 0}, ["max_num_batched_tokens"]),
+        ({"block_size": 0}, ["block_size"]),
+        ({"gpu_memory_utilization": 0.0}, ["gpu_memory_utilization", "(0, 1]"]),
+        ({"gpu_memory_utilization": 1.01}, ["gpu_memory_utilization", "1.01"]),
+        ({"gpu_memory_utilization": float("nan")}, ["gpu_memory_utilization"]),
+        ({"kv_cache_memory_bytes": 0}, ["kv_cache_memory_bytes"]),
+        ({"num_gpu_blocks_override": 1}, ["num_gpu_blocks_override", "2"]),
+        ({"long_prefill_token_threshold": -1}, ["long_prefill_token_threshold"]),
+        ({"max_num_queued_requests": 0}, ["max_num_queued_requests"]),
+        ({"num_threads": 0}, ["num_threads"]),
+        ({"port": -1}, ["port"]),
+        ({"port": 65536}, ["port", "65535"]),
+        ({"max_logprobs": -1}, ["max_logprobs"]),
+        ({"max_body_bytes": 0}, ["max_body_bytes"]),
+        ({"shutdown_timeout": -0.1}, ["shutdown_timeout"]),
+        ({"shutdown_timeout": float("inf")}, ["shutdown_timeout"]),
+        ({"health_timeout": 0.0}, ["health_timeout"]),
+        ({"seed": -1}, ["seed"]),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(ServerConfig(model="m"), **options).validate()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, ["max_num_batched_tokens", "max_num_seqs"]),
+        (
+            {"enable_chunked_prefill": False, "max_model_len": 512, "max_num_batched_tokens": 511},
+            ["max_model_len", "enable_chunked_prefill"],
+        ),
+        (
+            {"enable_chunked_prefill": False, "long_prefill_token_threshold": 64},
+            ["long_prefill_token_threshold", "enable_chunked_prefill"],
+        ),
+        (
+            {"kv_cache_memory_bytes": 1 << 30, "num_gpu_blocks_override": 100},
+            ["kv_cache_memory_bytes", "num_gpu_blocks_override"],
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], words: list[str]) -> None:
+    for name, value in options.items():
+        dataclasses.replace(ServerConfig(model="m"), **{name: value}).validate()
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(ServerConfig(model="m"), **options).validate()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    ServerConfig(
+        model="m",
+        max_model_len=512,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        enable_chunked_prefill=False,
+        gpu_memory_utilization=1.0,
+        port=0,
+        max_logprobs=0,
+        shutdown_timeout=0.0,
+        num_gpu_blocks_override=2,
+    ).validate()
