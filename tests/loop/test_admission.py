@@ -1,0 +1,173 @@
+from array import array
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+import pytest
+
+from asyncserve.errors import InvalidRequest, PromptTooLong
+from asyncserve.loop.admission import SMALL_TEXT_LEN, SMALL_TOKENS_LEN, Admission, is_small, prompt_field
+from asyncserve.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokensPrompt
+from tests.fakes.tokenizer import BOS_ID, END_TURN_ID, EOS_ID, TURN_ID, FakeTokenizer
+
+MAX_LEN = 80
+
+
+def check_length(prompt_len: int, max_output_len: int) -> None:
+    if prompt_len >= MAX_LEN:
+        raise PromptTooLong(f"{prompt_len} >= {MAX_LEN}", param="prompt")
+    if prompt_len + max_output_len > MAX_LEN:
+        raise PromptTooLong(f"{prompt_len} + {max_output_len} > {MAX_LEN}", param="max_tokens")
+
+
+def admission(*, has_chat_template: bool = True, vocab_size: int = 512) -> Admission:
+    return Admission(
+        tokenizer=FakeTokenizer(has_chat_template=has_chat_template),
+        vocab_size=vocab_size,
+        max_sequence_len=MAX_LEN,
+        check_admissible=check_length,
+    )
+
+
+def request(prompt: Prompt, **sampling: Any) -> Request:
+    return Request(request_id="r", prompt=prompt, sampling=SamplingParams(**sampling), arrival_s=0.0)
+
+
+def tokens(num_tokens: int) -> TokensPrompt:
+    return TokensPrompt(token_ids=[7] * num_tokens)
+
+
+def chat(*messages: Mapping[str, Any]) -> ChatPrompt:
+    return ChatPrompt(messages=messages)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (TextPrompt(text="ab"), [BOS_ID, 97, 98]),
+        (TextPrompt(text="ab", add_special_tokens=False), [97, 98]),
+        (TokensPrompt(token_ids=(1, 2, 511)), [1, 2, 511]),
+        (
+            chat({"role": "user", "content": "a"}),
+            [BOS_ID, TURN_ID, *b"user:a", END_TURN_ID, TURN_ID, *b"assistant:"],
+        ),
+    ],
+)
+def test_each_form_of_prompt_becomes_token_ids(prompt: Prompt, expected: list[int]) -> None:
+    ids = admission().encode_prompt(request(prompt))
+    assert isinstance(ids, array)
+    assert ids.typecode == "i"
+    assert list(ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("bad", "param", "message"),
+    [
+        (request(TextPrompt(text="", add_special_tokens=False)), "prompt", "empty"),
+        (request(TokensPrompt(token_ids=())), "prompt", "empty"),
+        (
+            request(TokensPrompt(token_ids=(1, 512))),
+            "prompt",
+            "id 512; the vocabulary has ids 0 to 511",
+        ),
+        (request(TokensPrompt(token_ids=(1, -3))), "prompt", "token id -3"),
+        (request(TokensPrompt(token_ids=(2**40,))), "prompt", "no token id"),
+        (request(TokensPrompt(token_ids=("a",))), "prompt", "no token id"),  # type: ignore[arg-type]
+        (request(TextPrompt(text="a"), stop_token_ids=(3, 512)), "stop_token_ids", "token id 512"),
+        (request(TextPrompt(text="a"), logit_bias={512: 1.0}), "logit_bias", "token id 512"),
+        (request(TextPrompt(text="\ud800")), "prompt", "surrogate"),
+        (request(chat({"role": "user", "content": "\ud800"})), "messages", "surrogate"),
+        (request(chat({"role": "wizard", "content": "a"})), "messages", "wizard"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_by_name(bad: Request, param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        admission().encode_prompt(bad)
+    assert caught.value.param == param
+
+
+def test_messages_are_refused_without_a_chat_template() -> None:
+    with pytest.raises(InvalidRequest, match="template") as caught:
+        admission(has_chat_template=False).encode_prompt(request(chat({"role": "user", "content": "a"})))
+    assert caught.value.param == "messages"
+
+
+def test_text_is_refused_when_the_model_has_no_row_for_its_tokens() -> None:
+    with pytest.raises(InvalidRequest, match="token id 120; the vocabulary has ids 0 to 99"):
+        admission(vocab_size=100).encode_prompt(request(TextPrompt(text="x", add_special_tokens=False)))
+
+
+def admit(asked: Request, seed: int = 5, **limits: Any) -> list[Any]:
+    subject = admission(**limits)
+    return subject.admit(asked, subject.encode_prompt(asked), seed=seed, sequence_ids=count(40))
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "expected"),
+    [(10, 5, 5), (10, 70, 70), (10, None, 70), (79, None, 1), (79, 1, 1)],
+)
+def test_output_length_is_what_was_asked_or_what_fits(
+    prompt_len: int, max_tokens: int | None, expected: int
+) -> None:
+    (sequence,) = admit(request(tokens(prompt_len), max_tokens=max_tokens))
+    assert sequence.max_output_len == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "param", "message"),
+    [
+        (80, None, "prompt", "80 >= 80"),
+        (140, 1, "prompt", "140 >= 80"),
+        (60, 21, "max_tokens", r"60 \+ 21 > 80"),
+    ],
+)
+def test_what_can_never_fit_is_refused(
+    prompt_len: int, max_tokens: int | None, param: str, message: str
+) -> None:
+    with pytest.raises(PromptTooLong, match=message) as caught:
+        admit(request(tokens(prompt_len), max_tokens=max_tokens))
+    assert caught.value.param == param
+
+
+def test_a_long_conversation_is_told_to_shorten_its_messages() -> None:
+    with pytest.raises(PromptTooLong) as caught:
+        admit(request(chat({"role": "user", "content": "x" * 200}), max_tokens=None))
+    assert caught.value.param == "messages"
+
+
+def test_n_makes_as_many_sequences_with_seeds_that_count_up() -> None:
+    asked = request(tokens(3), n=3)
+    sequences = admit(asked, seed=2**63 - 2)
+    assert [sequence.sequence_id for sequence in sequences] == [40, 41, 42]
+    assert [sequence.index for sequence in sequences] == [0, 1, 2]
+    assert [sequence.seed for sequence in sequences] == [2**63 - 2, 2**63 - 1, 0]
+    assert all(sequence.request is asked for sequence in sequences)
+    assert all(list(sequence.prompt_token_ids) == [7, 7, 7] for sequence in sequences)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, {EOS_ID}),
+        ({"stop_token_ids": (3, 4)}, {EOS_ID, 3, 4}),
+        ({"stop_token_ids": (3,), "ignore_eos": True}, {3}),
+        ({"ignore_eos": True}, set()),
+    ],
+)
+def test_eos_joins_the_stop_tokens_unless_ignored(sampling: dict[str, Any], expected: set[int]) -> None:
+    (sequence,) = admit(request(tokens(3), **sampling))
+    assert sequence.stop_token_ids == expected
+
+
+def test_only_small_prompts_are_encoded_in_place() -> None:
+    assert is_small(TextPrompt(text="x" * SMALL_TEXT_LEN))
+    assert not is_small(TextPrompt(text="x" * (SMALL_TEXT_LEN + 1)))
+    assert is_small(tokens(SMALL_TOKENS_LEN))
+    assert not is_small(tokens(SMALL_TOKENS_LEN + 1))
+    assert not is_small(chat({"role": "user", "content": "a"}))
+
+
+def test_errors_name_the_field_the_prompt_came_from() -> None:
+    assert prompt_field(chat()) == "messages"
+    assert prompt_field(TextPrompt(text="")) == "prompt"
+    assert prompt_field(tokens(1)) == "prompt"

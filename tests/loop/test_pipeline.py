@@ -1,0 +1,290 @@
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from asyncserve.loop.pipeline import MAX_ENCODINGS, SLICE_LEN
+from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
+from tests.fakes.engine import VOCAB_SIZE, Bench, bench
+from tests.fakes.executor import fake_info
+from tests.fakes.sink import RecordingSink
+from tests.fakes.tokenizer import FakeTokenizer
+
+LONG_TEXT = "x" * 2000
+MANY_SLOTS = fake_info(
+    vocab_size=VOCAB_SIZE,
+    num_slots=128,
+    num_blocks=2000,
+    max_num_batched_tokens=1024,
+    max_model_len=4096,
+)
+
+
+class Clock:
+    """Time that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.num_reads = 0
+
+    def __call__(self) -> float:
+        self.num_reads += 1
+        return self.now_s
+
+
+# ---- tokenize ------------------------------------------------------------------------------------------
+
+
+async def test_long_prompts_and_conversations_are_encoded_in_threads_and_short_ones_in_place() -> None:
+    async with bench(MANY_SLOTS) as b:
+        await b.send("short", "short").wait()
+        assert b.tokenizer.encoding_threads == [threading.main_thread().name]
+        await b.send(LONG_TEXT, "long").wait()
+        await b.send(ChatPrompt(messages=({"role": "user", "content": "x"},)), "chat").wait()
+        assert [name.partition("_")[0] for name in b.tokenizer.encoding_threads[1:]] == ["tokenize"] * 2
+
+
+async def test_prompts_are_admitted_in_order_of_arrival_however_long_they_take() -> None:
+    gate = threading.Event()
+    order: list[str] = []
+
+    class OrderedSink(RecordingSink):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def begin(self, prompt_token_ids: Any) -> None:
+            super().begin(prompt_token_ids)
+            order.append(self.name)
+
+    async with bench(MANY_SLOTS, tokenizer=FakeTokenizer(gate=gate)) as b:
+        names = ["short 0", "LONG 1", "short 2", "LONG 3", "LONG 4", "short 5"]
+        sinks = [OrderedSink(name) for name in names]
+        for sink in sinks:
+            b.send(LONG_TEXT if sink.name.startswith("LONG") else "x", sink.name, sink=sink)
+        await b.until(lambda: len(b.tokenizer.encoding_threads) == 5)  # two threads, and those in place
+        await b.turn()
+        assert order == ["short 0"]
+        gate.set()
+        for sink in sinks:
+            await sink.wait()
+        assert order == names
+
+
+async def test_a_slow_prompt_holds_up_many_others_but_loses_none() -> None:
+    gate = threading.Event()
+    async with bench(MANY_SLOTS, tokenizer=FakeTokenizer(gate=gate)) as b:
+        slow = b.send(LONG_TEXT, "slow")
+        others = [b.send("x", str(i)) for i in range(3 * MAX_ENCODINGS)]
+        await b.until(lambda: len(b.tokenizer.encoding_threads) == MAX_ENCODINGS)
+        await b.turn(2 * MAX_ENCODINGS)
+        assert len(b.tokenizer.encoding_threads) == MAX_ENCODINGS
+        gate.set()
+        for sink in (slow, *others):
+            await sink.wait()
+
+
+async def test_a_burst_of_short_prompts_is_encoded_one_per_turn_of_the_loop() -> None:
+    class CountingTokenizer(FakeTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool) -> Any:
+            turns.append(turn)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    turn = 0
+    turns: list[int] = []
+    async with bench(MANY_SLOTS, tokenizer=CountingTokenizer()) as b:
+        for i in range(40):
+            b.send("x" * 500, str(i))
+        while len(turns) < 40:
+            turn += 1
+            await asyncio.sleep(0)
+        assert len(set(turns)) == 40
+        await b.until(lambda: b.observer.reasons[FinishReason.LENGTH] == 40)
+
+
+# ---- detokenize ----------------------------------------------------------------------------------------
+
+
+async def test_outputs_of_a_step_reach_the_sinks_in_slices() -> None:
+    puts_per_turn: dict[int, int] = {}
+    turn = 0
+
+    def count(output: RequestOutput) -> None:
+        puts_per_turn[turn] = puts_per_turn.get(turn, 0) + 1
+
+    async with bench(MANY_SLOTS) as b:
+        b.executor.hold()
+        sinks = [RecordingSink(on_put=count) for _ in range(100)]
+        for i, sink in enumerate(sinks):
+            b.send("x", str(i), sink=sink, max_tokens=30)
+        await b.until(lambda: len(b.tokenizer.encoding_threads) == 100)
+        await b.turn()
+        b.executor.resume()
+        while not all(sink.has_ended for sink in sinks):
+            turn += 1
+            await asyncio.sleep(0)
+        assert max(puts_per_turn.values()) == SLICE_LEN
+
+
+async def test_many_sequences_that_end_in_one_step_end_a_few_per_turn() -> None:
+    ends_per_turn: dict[int, int] = {}
+    turn = 0
+
+    def count(output: RequestOutput) -> None:
+        if output.finish_reason is not None:
+            ends_per_turn[turn] = ends_per_turn.get(turn, 0) + 1
+
+    async with bench(MANY_SLOTS) as b:
+        b.executor.hold()
+        sinks = [RecordingSink(on_put=count) for _ in range(40)]
+        for i, sink in enumerate(sinks):
+            b.send("x", str(i), sink=sink, max_tokens=1)
+        await b.until(lambda: len(b.tokenizer.encoding_threads) == 40)
+        await b.turn()
+        b.executor.resume()
+        while not all(sink.has_ended for sink in sinks):
+            turn += 1
+            await asyncio.sleep(0)
+        assert max(ends_per_turn.values()) <= 8
+
+
+# ---- the cycle -----------------------------------------------------------------------------------------
+
+
+async def test_the_device_has_the_next_step_before_the_sinks_have_the_last_one() -> None:
+    depths: list[int] = []
+    async with bench() as b:
+        b.executor.hold()
+        sink = RecordingSink(on_put=lambda _: depths.append(len(b.executor.pending_step_ids)))
+        b.send("x", sink=sink, max_tokens=10)
+        for _ in range(8):
+            await b.turn()
+            b.executor.complete()
+            await b.turn()
+        assert depths == [2] * 8
+        b.executor.resume()
+        await sink.wait()
+
+
+async def test_channels_never_hold_more_steps_than_may_be_unapplied() -> None:
+    info = fake_info(vocab_size=VOCAB_SIZE, max_unapplied=3)
+    async with bench(info) as b:
+        for i in range(20):
+            b.send("x", str(i))
+        await b.until(lambda: b.observer.reasons[FinishReason.LENGTH] == 20)
+        channels = {each.name: each for each in b.engine.statistics().channels}
+        for name in ("plans", "launched", "completions"):
+            assert channels[name].capacity == 3
+            assert 1 <= channels[name].peak <= 3
+
+
+# ---- what is reported ----------------------------------------------------------------------------------
+
+
+async def test_every_step_first_token_gap_and_end_is_reported_once() -> None:
+    async with bench() as b:
+        sinks = [b.send("x", str(i), max_tokens=2 + i, n=1 + i % 2) for i in range(6)]
+        for sink in sinks:
+            await sink.wait()
+        await b.settle()
+        num_sequences = sum(1 + i % 2 for i in range(6))
+        num_tokens = sum((2 + i) * (1 + i % 2) for i in range(6))
+        assert [plan.step_id for plan, *_ in b.observer.steps] == list(range(len(b.executor.plans)))
+        assert all(plan.step_id == output.step_id for plan, output, *_ in b.observer.steps)
+        assert len(b.observer.first_tokens) == num_sequences
+        assert b.observer.num_gaps == num_tokens - num_sequences
+        assert b.observer.reasons == {FinishReason.LENGTH: num_sequences}
+
+
+async def test_the_timeline_tells_when_each_thing_happened() -> None:
+    clock = Clock()
+    async with bench(clock=clock, num_tokenizer_threads=1) as b:
+        b.executor.hold()
+        sink = b.send("hello", max_tokens=3)
+        await b.turn()
+        for clock.now_s in (101.0, 102.5, 104.0):
+            b.executor.complete()
+            await b.turn()
+        timeline, reason = b.observer.finished[0]
+        assert reason is FinishReason.LENGTH
+        assert timeline.arrived_s == 0.0
+        assert (timeline.tokenized_s, timeline.first_scheduled_s) == (100.0, 100.0)
+        assert (timeline.first_token_s, timeline.last_token_s, timeline.finished_s) == (101.0, 104.0, 104.0)
+        assert (timeline.num_prompt_tokens, timeline.num_output_tokens) == (6, 3)
+        assert timeline.max_output_len == 3
+        assert [gap for _, _, gaps, _ in b.observer.steps for gap in gaps] == [1.5, 1.5]
+        assert [now_s for *_, now_s in b.observer.steps] == [101.0, 102.5, 104.0]
+        assert sink.has_ended
+
+
+async def test_progress_stands_still_only_while_there_is_work_and_no_step_ends() -> None:
+    def progress_s(b: Bench) -> float:
+        return b.engine.statistics().last_progress_s
+
+    clock = Clock()
+    async with bench(clock=clock) as b:
+        clock.now_s = 200.0
+        assert progress_s(b) == 200.0
+        b.executor.hold()
+        b.send("x")
+        await b.turn()
+        clock.now_s = 210.0
+        assert progress_s(b) == 200.0
+        b.executor.complete()
+        await b.turn()
+        clock.now_s = 220.0
+        assert progress_s(b) == 210.0
+        b.engine.abort("r")
+        assert progress_s(b) == 210.0, "a step is still on the device"
+        b.executor.resume()
+        await b.turn()
+        clock.now_s = 230.0
+        assert progress_s(b) == 230.0
+
+
+async def test_statistics_count_what_runs_and_what_waits() -> None:
+    async with bench(fake_info(num_slots=2)) as b:
+        b.executor.hold()
+        for i in range(5):
+            b.send("x", str(i))
+        assert b.engine.statistics().num_waiting == 5
+        await b.turn(20)
+        b.executor.complete()  # the first request had come alone
+        await b.turn()
+        statistics = b.engine.statistics()
+        assert (statistics.num_running, statistics.num_waiting) == (2, 3)
+        assert statistics.num_unapplied_steps == 2
+        assert statistics.num_blocks_used > 0
+        assert [channel.name for channel in statistics.channels] == [
+            "requests",
+            "encoded",
+            "arrivals",
+            "plans",
+            "launched",
+            "completions",
+            "applied",
+        ]
+        b.executor.resume()
+        await b.until(lambda: b.observer.reasons[FinishReason.LENGTH] == 5)
+
+
+async def test_an_idle_pipeline_does_nothing() -> None:
+    clock = Clock()
+    async with bench(clock=clock) as b:
+        await b.send("x").wait()
+        await b.turn()
+        num_reads = clock.num_reads
+        await b.turn(100)
+        assert clock.num_reads == num_reads
+
+
+async def test_the_lateness_of_the_loop_is_reported() -> None:
+    clock = Clock()
+    async with bench(clock=clock, loop_lag_interval_s=0.01) as b:
+        await b.turn(4)
+        clock.now_s = 100.26
+        await b.until(lambda: len(b.observer.lags_s) > 0)
+        assert b.observer.lags_s[0] == pytest.approx(0.25)
+        await b.until(lambda: len(b.observer.lags_s) > 1)
+        assert b.observer.lags_s[1] == 0.0
