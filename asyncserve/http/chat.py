@@ -1,0 +1,296 @@
+"""POST /v1/chat/completions: messages in, the assistant's message out, whole or in deltas.
+
+Takes a `ChatBody`, makes one engine request with a `ChatPrompt`, and shows its output in OpenAI's shape.
+A stream has, for each choice: a delta with the role, deltas with content, a delta with the finish reason;
+then the usage if asked for, then `[DONE]`.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from asyncserve.errors import InvalidRequest, RequestError
+from asyncserve.http.failures import failure_of
+from asyncserve.http.generation import collect, stream, usage_object
+from asyncserve.http.logprobs import TokenTexts, chat_content
+from asyncserve.http.schema import (
+    ChatBody,
+    ContentPart,
+    Message,
+    TokenizeBody,
+    check_common,
+    check_num_logprobs,
+    sampling_params,
+)
+from asyncserve.http.serving import REQUEST_ID_HEADER, SERVING, Serving, request_id_of
+from asyncserve.request import ChatPrompt, Request, RequestOutput, SamplingParams, Usage
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+"""Role as clients spell it to role as chat templates know it."""
+
+
+async def chat(http_request: web.Request) -> web.StreamResponse:
+    """Answer POST /v1/chat/completions."""
+    serving = http_request.app[SERVING]
+    arrival_s = serving.clock()
+    body = serving.bodies.decode(await http_request.read(), ChatBody)
+    model = serving.model_name(body.model)
+    check_common(body)
+    if body.add_special_tokens:
+        raise InvalidRequest(
+            "add_special_tokens is not supported for chat: the template says which tokens a prompt has",
+            param="add_special_tokens",
+        )
+    sampling = _sampling(body, serving)
+    request_id = request_id_of(http_request, body.request_id)
+    response_id = f"chatcmpl-{request_id}"
+    request = Request(
+        request_id=serving.engine_id(response_id),
+        prompt=chat_prompt(body),
+        sampling=sampling,
+        arrival_s=arrival_s,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+    )
+    options = body.stream_options
+    shapes = ChatShapes(
+        response_id=response_id,
+        model=model,
+        created=int(time.time()),
+        texts=serving.token_texts,
+        gives_logprobs=sampling.num_logprobs is not None,
+        includes_usage=options is not None and bool(options.include_usage),
+    )
+    try:
+        if body.stream:
+            return await stream(
+                http_request,
+                serving,
+                [request],
+                shapes,
+                request_id=request_id,
+                wants_usage=shapes.includes_usage
+                and options is not None
+                and bool(options.continuous_usage_stats),
+            )
+        [collected] = await collect(serving, [request])
+    except RequestError as error:
+        raise _as_asked(error, body) from error
+    if sampling.num_logprobs is None:
+        answer = shapes.answer(collected.outputs, collected.usage)
+    else:
+        # Thousands of tokens with twenty rivals each take a while to write down.
+        answer = await asyncio.to_thread(shapes.answer, collected.outputs, collected.usage)
+    return web.Response(body=answer, content_type="application/json", headers={REQUEST_ID_HEADER: request_id})
+
+
+def _sampling(body: ChatBody, serving: Serving) -> SamplingParams:
+    if body.top_logprobs is not None:
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest("top_logprobs is given; then logprobs must be true", param="top_logprobs")
+        check_num_logprobs(body.top_logprobs, serving.max_logprobs, param="top_logprobs")
+    try:
+        return sampling_params(
+            body,
+            serving.default_sampling,
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+    except RequestError as error:
+        raise _as_asked(error, body) from error
+
+
+def _as_asked(error: RequestError, body: ChatBody) -> RequestError:
+    """Name the output limit in an error as the client did."""
+    if error.param == "max_tokens" and body.max_completion_tokens is not None:
+        error.message = error.message.replace("max_tokens", "max_completion_tokens")
+        error.args = (error.message,)
+        error.param = "max_completion_tokens"
+    return error
+
+
+def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
+    """Return the prompt that a conversation's fields describe.
+
+    Raises:
+        InvalidRequest: There are no messages, or one of them cannot be shown to the model.
+    """
+    if not body.messages:
+        raise InvalidRequest("messages is missing or empty", param="messages")
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    template_kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return ChatPrompt(
+        messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
+        add_generation_prompt=not continues
+        if body.add_generation_prompt is None
+        else body.add_generation_prompt,
+        continue_final_message=continues,
+        template_kwargs=template_kwargs,
+    )
+
+
+def _message(index: int, message: Message) -> Mapping[str, Any]:
+    where = f"messages[{index}]"
+    role = ROLES.get(message.role)
+    if role is None:
+        raise InvalidRequest(
+            f"{where}.role is {message.role[:64]!r}; roles are {', '.join(ROLES)}", param=f"{where}.role"
+        )
+    if message.content is None and not (role == "assistant" and message.tool_calls):
+        raise InvalidRequest(f"{where} has no content", param=f"{where}.content")
+    shown: dict[str, Any] = {"role": role, "content": _text(f"{where}.content", message.content)}
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        shown["tool_calls"] = [_tool_call(f"{where}.tool_calls", call) for call in message.tool_calls]
+    return shown
+
+
+def _text(where: str, content: str | list[ContentPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        if part.type != "text":
+            raise InvalidRequest(
+                f"{where}[{index}] has the type {part.type[:64]!r}; this model takes only text",
+                param=f"{where}[{index}].type",
+            )
+        if part.text is None:
+            raise InvalidRequest(f"{where}[{index}] has no text", param=f"{where}[{index}].text")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _tool_call(where: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an earlier tool call as templates expect it: its arguments an object, not JSON text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{where}: the arguments of a call are not valid JSON", param=where) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class ChatShapes:
+    """What answers of /v1/chat/completions look like; one object per call, a `ChunkRenderer` too."""
+
+    def __init__(
+        self,
+        *,
+        response_id: str,
+        model: str,
+        created: int,
+        texts: TokenTexts,
+        gives_logprobs: bool,
+        includes_usage: bool,
+    ) -> None:
+        self.includes_usage = includes_usage
+        self._texts = texts
+        self._gives_logprobs = gives_logprobs
+        self._ids = {"id": response_id}
+        self._facts = {"created": created, "model": model}
+
+    def answer(self, outputs: Sequence[RequestOutput], usage: Usage) -> bytes:
+        """Return the whole answer, from one output per choice."""
+        choices = [
+            {
+                "index": output.index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": self._logprobs(output),
+                "finish_reason": None if output.finish_reason is None else output.finish_reason.value,
+                "stop_reason": output.stop_reason,
+            }
+            for output in outputs
+        ]
+        head = {**self._ids, "object": "chat.completion", **self._facts}
+        return orjson.dumps({**head, "choices": choices, "usage": usage_object([usage])})
+
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        """Return what stands around the text of an event with nothing but text."""
+        before, separator, after = self._delta(index, {"content": ""}).rpartition(b'"content":"')
+        return before + separator, after
+
+    def events(
+        self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | None
+    ) -> list[bytes]:
+        """Render any output of a choice: its role, its content, its end, as far as they are new."""
+        events = []
+        counts = None if usage is None else usage_object([usage])
+        if is_first:
+            none_yet = None if usage is None else usage_object([_before_output(usage)])
+            events.append(self._delta(index, {"role": "assistant", "content": ""}, usage=none_yet))
+        logprobs = self._logprobs(output) if output.logprobs else None
+        if output.text or logprobs is not None:
+            events.append(self._delta(index, {"content": output.text}, logprobs=logprobs, usage=counts))
+        if output.finish_reason is not None:
+            finish = {"finish_reason": output.finish_reason.value, "stop_reason": output.stop_reason}
+            events.append(self._delta(index, {}, usage=counts, finish=finish))
+        return events
+
+    def last_events(self, usages: Sequence[Usage]) -> list[bytes]:
+        """Render the usage, if asked for, and the end mark."""
+        if not self.includes_usage:
+            return [b"[DONE]"]
+        return [self._chunk([], usage_object(usages)), b"[DONE]"]
+
+    def error(self, error: BaseException) -> bytes:
+        """Render the event that ends a stream in failure."""
+        return orjson.dumps(failure_of(error).as_object())
+
+    def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
+        if not self._gives_logprobs:
+            return None
+        return {"content": chat_content(output.logprobs or (), self._texts), "refusal": None}
+
+    def _delta(
+        self,
+        index: int,
+        delta: Mapping[str, str],
+        *,
+        logprobs: Mapping[str, Any] | None = None,
+        usage: Mapping[str, Any] | None = None,
+        finish: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": None,
+            **(finish or {}),
+        }
+        return self._chunk([choice], usage)
+
+    def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None) -> bytes:
+        chunk = {**self._ids, "object": "chat.completion.chunk", **self._facts, "choices": choices}
+        if self.includes_usage:
+            chunk["usage"] = usage
+        return orjson.dumps(chunk)
+
+
+def _before_output(usage: Usage) -> Usage:
+    return Usage(usage.num_prompt_tokens, 0, usage.num_cached_tokens)

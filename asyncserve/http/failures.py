@@ -1,0 +1,162 @@
+"""Exception in, OpenAI's error object out: one table, used by every path of the server.
+
+Takes any exception a handler may raise (our own tree, aiohttp's HTTP errors, bugs) and gives status, body
+and headers. Knows neither the engine nor the endpoints. A bug is logged with its traceback and answered
+with 500 and no details.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from asyncserve.errors import (
+    AsyncserveError,
+    DeadlineExceeded,
+    EngineStopped,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    StepFailed,
+    UnknownModel,
+)
+
+logger = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+OURS = "server_error"
+
+KINDS: Mapping[type[Exception], tuple[str, str | None]] = {
+    PromptTooLong: (INVALID, "context_length_exceeded"),
+    UnknownModel: (INVALID, "model_not_found"),
+    Overloaded: ("rate_limit_error", "overloaded"),
+    DeadlineExceeded: ("timeout_error", "deadline_exceeded"),
+    RequestError: (INVALID, None),
+    NotReady: (OURS, "not_ready"),
+    EngineStopped: (OURS, "engine_stopped"),
+    StepFailed: (OURS, "step_failed"),
+    AsyncserveError: (OURS, None),
+}
+"""Exception class to OpenAI's `type` and `code`; the nearest class of an exception counts."""
+
+HTTP_CODES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+"""Status to `code` for what aiohttp refuses by itself."""
+
+CLIENT_GONE = 499
+"""Status in the access log of a request whose client left before the answer."""
+
+KEPT_HEADERS = ("Allow",)
+"""Headers of aiohttp's own errors that go into ours."""
+
+
+class Unauthorized(RequestError):
+    """The request carries no key, or a wrong one."""
+
+    status_hint = 401
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An error as the client sees it.
+
+    Args:
+        status: HTTP status.
+        kind: OpenAI's `type`.
+        code: OpenAI's `code`, a word a program can compare.
+        param: The request field at fault.
+        headers: Further response headers.
+    """
+
+    status: int
+    message: str
+    kind: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the body's object, in OpenAI's shape."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Describe `error` for a client; unknown exceptions become a 500 without details."""
+    if isinstance(error, Unauthorized):
+        return Failure(
+            status=401,
+            message=error.message,
+            kind=INVALID,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    if isinstance(error, AsyncserveError):
+        kind, code = next(KINDS[cls] for cls in type(error).__mro__ if cls in KINDS)
+        headers = {}
+        if isinstance(error, Overloaded):
+            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        return Failure(
+            status=error.status_hint,
+            message=str(error),
+            kind=kind,
+            code=code,
+            param=error.param if isinstance(error, RequestError) else None,
+            headers=headers,
+        )
+    if isinstance(error, web.HTTPException):
+        return Failure(
+            status=error.status,
+            message=error.text or error.reason,
+            kind=INVALID if error.status < 500 else OURS,
+            code=HTTP_CODES.get(error.status),
+            headers={name: error.headers[name] for name in KEPT_HEADERS if name in error.headers},
+        )
+    return Failure(status=500, message="internal error; the server's log has it", kind=OURS)
+
+
+def response_to(error: BaseException) -> web.Response:
+    """Build the response that answers a failed request."""
+    failure = failure_of(error)
+    return web.Response(
+        status=failure.status,
+        body=orjson.dumps(failure.as_object()),
+        content_type="application/json",
+        headers=failure.headers,
+    )
+
+
+@web.middleware
+async def answer_failures(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a handler raises into an error response; the only place where bugs are caught."""
+    try:
+        return await handler(request)
+    except web.HTTPRequestEntityTooLarge as error:
+        error.text = f"the request body is too large: more than {request.client_max_size} bytes"
+        return response_to(error)
+    except web.HTTPNotFound as error:
+        error.text = f"there is no {request.rel_url.raw_path} here"
+        return response_to(error)
+    except web.HTTPMethodNotAllowed as error:
+        error.text = (
+            f"{request.rel_url.raw_path} does not take {request.method}, but {error.headers['Allow']}"
+        )
+        return response_to(error)
+    except (AsyncserveError, web.HTTPException) as error:
+        return response_to(error)
+    except web.RequestPayloadError as error:
+        return response_to(InvalidRequest(f"the request body cannot be read: {error}".splitlines()[0]))
+    except ConnectionError:
+        # The client left while we wrote; nobody reads this, and it is no bug.
+        return web.Response(status=CLIENT_GONE)
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.rel_url.raw_path)
+        if request.writer.output_size > 0 and request.transport is not None:
+            # A response has begun: all that can still be said is that it breaks off.
+            request.transport.abort()
+        return response_to(error)

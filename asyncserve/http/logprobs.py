@@ -1,0 +1,126 @@
+"""Log-probabilities as the two endpoints show them: token ids in, JSON values out.
+
+A token's `bytes` come from the vocabulary, never from decoded text, so characters split over tokens are
+right; its text is those bytes with a replacement character where they are not UTF-8. JSON has no infinity:
+impossible tokens get -9999.0.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncserve.request import TokenLogprobs
+
+LOWEST = -9999.0
+
+
+class TokenTexts:
+    """Text and bytes of tokens, by id, remembered.
+
+    Args:
+        token_bytes: Gives the bytes a token stands for.
+        is_special: Whether `skip_special_tokens` leaves a token out.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], is_special: Callable[[int], bool]) -> None:
+        self._token_bytes = token_bytes
+        self.is_special = is_special
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __getitem__(self, token_id: int) -> tuple[str, list[int]]:
+        """Return (text, bytes as numbers) of a token."""
+        known = self._known.get(token_id)
+        if known is None:
+            data = self._token_bytes(token_id)
+            known = self._known[token_id] = (data.decode("utf-8", "replace"), list(data))
+        return known
+
+
+def as_number(logprob: float) -> float:
+    """Return a log-probability that JSON can hold."""
+    # A NaN compares false, so it becomes the lowest too.
+    return max(LOWEST, logprob)
+
+
+def chat_content(entries: Sequence[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return the `logprobs.content` entries of chat, one per token."""
+    content = []
+    for entry in entries:
+        text, data = texts[entry.token_id]
+        top = []
+        for token_id, logprob in entry.top:
+            top_text, top_data = texts[token_id]
+            top.append({"token": top_text, "logprob": as_number(logprob), "bytes": top_data})
+        content.append(
+            {"token": text, "logprob": as_number(entry.logprob), "bytes": data, "top_logprobs": top}
+        )
+    return content
+
+
+class CompletionLogprobs:
+    """The parallel lists of one choice of /v1/completions; offsets run on from one call to the next.
+
+    An offset counts the characters of the choice's text before the token: bytes of an unfinished character
+    count when the token that completes it is in.
+
+    Args:
+        skips_special: Whether special tokens are left out of the text.
+    """
+
+    def __init__(self, texts: TokenTexts, *, skips_special: bool) -> None:
+        self._texts = texts
+        self._skips_special = skips_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def prompt(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], echoed: str
+    ) -> dict[str, list[Any]]:
+        """Return the lists of an echoed prompt; its first token has no log-probability.
+
+        Args:
+            token_ids: The prompt's tokens.
+            entries: Of the prompt's tokens from the second on.
+            echoed: The text the prompt is shown as: a special token counts if it is spelled out there.
+        """
+        lists = _empty()
+        for index, token_id in enumerate(token_ids):
+            text, data = self._texts[token_id]
+            if self._texts.is_special(token_id) and not echoed.startswith(text, self._offset):
+                data = []
+            self._add(lists, text, bytes(data), entries[index - 1] if 0 < index <= len(entries) else None)
+        return lists
+
+    def output(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """Return the lists of new output tokens."""
+        lists = _empty()
+        for entry in entries:
+            text, data = self._texts[entry.token_id]
+            if self._skips_special and self._texts.is_special(entry.token_id):
+                data = []
+            self._add(lists, text, bytes(data), entry)
+        return lists
+
+    def _add(self, lists: dict[str, list[Any]], text: str, data: bytes, entry: TokenLogprobs | None) -> None:
+        lists["tokens"].append(text)
+        lists["text_offset"].append(self._offset)
+        self._offset += len(self._decoder.decode(data))
+        if entry is None:
+            lists["token_logprobs"].append(None)
+            lists["top_logprobs"].append(None)
+            return
+        lists["token_logprobs"].append(as_number(entry.logprob))
+        # Different tokens can have the same text: the chosen one and the likelier one win.
+        top = {text: as_number(entry.logprob)}
+        for token_id, logprob in entry.top:
+            top.setdefault(self._texts[token_id][0], as_number(logprob))
+        lists["top_logprobs"].append(top)
+
+
+def _empty() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def join(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the parallel lists of `first` followed by those of `second`."""
+    return {name: first[name] + second[name] for name in first}

@@ -1,0 +1,131 @@
+"""What every handler of the HTTP interface shares: the engine, the model's names, limits and caches.
+
+One `Serving` is made by `build_app` and found in the application under `SERVING`. `ServedEngine` lists all
+that HTTP needs of the engine, so that the interface can be tested over a scripted one.
+"""
+
+import itertools
+import uuid
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from asyncserve.errors import UnknownModel
+from asyncserve.http.logprobs import TokenTexts
+from asyncserve.http.schema import REQUEST_ID_PATTERN, BodyDecoder
+from asyncserve.http.sse import ChunkHeads, EscapedTexts
+from asyncserve.observer import EngineStatistics
+from asyncserve.request import ChatPrompt, OutputSink, Request
+from asyncserve.step import ExecutorInfo
+
+REQUEST_ID_HEADER = "X-Request-Id"
+
+
+class ServedTokenizer(Protocol):
+    """The tokenizer, as far as HTTP uses it. Its methods may run in any thread."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
+        """Return the token ids of `text`."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of `token_ids`."""
+
+    def render_chat(self, prompt: ChatPrompt) -> str:
+        """Return the conversation as the model's template puts it."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes one token stands for."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of text by `skip_special_tokens`."""
+
+
+class ServedEngine(Protocol):
+    """The engine, as far as HTTP uses it; all calls are made on the loop thread."""
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What the device side offers; valid once the engine has started."""
+
+    @property
+    def tokenizer(self) -> ServedTokenizer:
+        """The model's tokenizer."""
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether new requests are taken: started, not draining, not failed."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the engine, if something did."""
+
+    def submit(self, request: Request, sink: OutputSink) -> None:
+        """Take in a request; raises NotReady or Overloaded."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is still there."""
+
+    def statistics(self) -> EngineStatistics:
+        """Return the state of the engine now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What handlers share.
+
+    Args:
+        model_names: Names clients may use; the first is reported where none is given.
+        default_sampling: Sampling values for fields a request leaves unset.
+        max_logprobs: Most log-probabilities a client may ask for with each token.
+        health_timeout_s: Seconds without progress, while there is work, after which health is bad.
+        stall_timeout_s: Seconds after which a streaming client that reads nothing is given up.
+        metrics_renderer: Gives the text of /metrics.
+        created: Unix time at which the server was built, for /v1/models.
+        clock: Monotonic seconds, the engine's clock.
+    """
+
+    engine: ServedEngine
+    model_names: tuple[str, ...]
+    default_sampling: Mapping[str, Any]
+    max_logprobs: int
+    health_timeout_s: float
+    stall_timeout_s: float
+    metrics_renderer: Callable[[], bytes]
+    created: int
+    clock: Callable[[], float]
+    token_texts: TokenTexts
+    bodies: BodyDecoder = field(default_factory=BodyDecoder)
+    escaped: EscapedTexts = field(default_factory=EscapedTexts)
+    chunk_heads: ChunkHeads = field(default_factory=ChunkHeads)
+    serials: Iterator[int] = field(default_factory=itertools.count)
+
+    def model_name(self, asked: str | None) -> str:
+        """Return the name to report for the model a request asks for.
+
+        Raises:
+            UnknownModel: It is not served here.
+        """
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise UnknownModel(
+                f"the model {asked[:200]!r} is not served here; served: {served}", param="model"
+            )
+        return asked
+
+    def engine_id(self, response_id: str) -> str:
+        """Return an id for the engine: clients may send the same request id twice, it may not."""
+        return f"{response_id}-{next(self.serials)}"
+
+
+SERVING = web.AppKey("SERVING", Serving)
+
+
+def request_id_of(request: web.Request, default: str | None = None) -> str:
+    """Return the id the client gave in its header; else `default`, or a new one."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return given if REQUEST_ID_PATTERN.fullmatch(given) else default or uuid.uuid4().hex

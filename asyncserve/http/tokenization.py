@@ -1,0 +1,72 @@
+"""POST /tokenize and /detokenize: the model's tokenizer, in vLLM's shapes.
+
+All work on text runs in threads: a prompt may be megabytes, and the event loop serves everybody.
+"""
+
+import asyncio
+from array import array
+
+import orjson
+from aiohttp import web
+
+from asyncserve.errors import InvalidRequest
+from asyncserve.http.chat import chat_prompt
+from asyncserve.http.schema import DetokenizeBody, TokenizeBody
+from asyncserve.http.serving import SERVING, Serving
+from asyncserve.request import ChatPrompt, TextPrompt
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Answer POST /tokenize: {prompt} or {messages} to {tokens, count, max_model_len}."""
+    serving = request.app[SERVING]
+    body = serving.bodies.decode(await request.read(), TokenizeBody)
+    serving.model_name(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    prompt: TextPrompt | ChatPrompt
+    if body.prompt is not None:
+        prompt = TextPrompt(text=body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        prompt = chat_prompt(body)
+    answer = await asyncio.to_thread(
+        _tokenized, serving, prompt, bool(body.add_special_tokens), bool(body.return_token_strs)
+    )
+    return web.Response(body=answer, content_type="application/json")
+
+
+def _tokenized(
+    serving: Serving, prompt: TextPrompt | ChatPrompt, adds_special: bool, gives_strings: bool
+) -> bytes:
+    tokenizer = serving.engine.tokenizer
+    token_ids: array[int]
+    if isinstance(prompt, TextPrompt):
+        token_ids = tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+    else:
+        token_ids = tokenizer.encode(tokenizer.render_chat(prompt), add_special_tokens=adds_special)
+    tokens = token_ids.tolist()
+    return orjson.dumps(
+        {
+            "count": len(tokens),
+            "max_model_len": serving.engine.info.max_model_len,
+            "tokens": tokens,
+            "token_strs": [serving.token_texts[token_id][0] for token_id in tokens]
+            if gives_strings
+            else None,
+        }
+    )
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """Answer POST /detokenize: {tokens} to {prompt}."""
+    serving = request.app[SERVING]
+    body = serving.bodies.decode(await request.read(), DetokenizeBody)
+    serving.model_name(body.model)
+    vocab_size = serving.engine.info.vocab_size
+    for token_id in (min(body.tokens, default=0), max(body.tokens, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"tokens holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}",
+                param="tokens",
+            )
+    text = await asyncio.to_thread(serving.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return web.Response(body=orjson.dumps({"prompt": text}), content_type="application/json")

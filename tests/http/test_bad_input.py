@@ -1,0 +1,285 @@
+"""What bad input gets: a 4xx in OpenAI's shape, naming the field, and a server that goes on."""
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from tests.fakes.tokenizer import FakeTokenizer
+from tests.http.live import live_server, spell
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+PROMPT = {"prompt": "ab"}
+MESSAGES = {"messages": USER}
+
+BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    # prompts
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, {"prompt": None}, "prompt"),
+    (COMPLETIONS, {"prompt": "", "add_special_tokens": False}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+    (COMPLETIONS, {"prompt": 7}, "prompt"),
+    (COMPLETIONS, {"prompt": {"text": "a"}}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", [1]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, [2]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1.5]}, "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [512]}, "prompt"),
+    (COMPLETIONS, {"prompt": [2**70]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], [2**31]]}, "prompt"),
+    (COMPLETIONS, {"prompt": "a" * 500}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt"),
+    (COMPLETIONS, {**PROMPT, "max_tokens": 126}, "max_tokens"),
+    # messages
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": ["hi"]}, "messages"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages"),
+    (CHAT, {"messages": [*USER, {"role": "wizard", "content": "a"}]}, "messages[1].role"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        "messages[0].tool_calls",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 500}]}, "messages"),
+    (CHAT, {**MESSAGES, "max_completion_tokens": 10_000}, "max_completion_tokens"),
+    (
+        CHAT,
+        {**MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message",
+    ),
+    (CHAT, {**MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs"),
+    (CHAT, {**MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+    # limits
+    (COMPLETIONS, {**PROMPT, "max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "max_tokens": -1}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "max_tokens": "5"}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "max_tokens": 2.5}, "max_tokens"),
+    (CHAT, {**MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {**MESSAGES, "max_tokens": -5}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "min_tokens": -1}, "min_tokens"),
+    (COMPLETIONS, {**PROMPT, "min_tokens": 17}, "min_tokens"),
+    (COMPLETIONS, {**PROMPT, "n": 0}, "n"),
+    (COMPLETIONS, {**PROMPT, "n": 129}, "n"),
+    # sampling
+    (COMPLETIONS, {**PROMPT, "temperature": -1}, "temperature"),
+    (COMPLETIONS, {**PROMPT, "temperature": "hot"}, "temperature"),
+    (COMPLETIONS, {**PROMPT, "temperature": True}, "temperature"),
+    (COMPLETIONS, {**PROMPT, "temperature": [1]}, "temperature"),
+    (COMPLETIONS, {**PROMPT, "top_p": 0}, "top_p"),
+    (COMPLETIONS, {**PROMPT, "top_p": 1.1}, "top_p"),
+    (COMPLETIONS, {**PROMPT, "top_k": -2}, "top_k"),
+    (COMPLETIONS, {**PROMPT, "min_p": 1.5}, "min_p"),
+    (COMPLETIONS, {**PROMPT, "presence_penalty": 3}, "presence_penalty"),
+    (COMPLETIONS, {**PROMPT, "frequency_penalty": -2.5}, "frequency_penalty"),
+    (COMPLETIONS, {**PROMPT, "repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETIONS, {**PROMPT, "seed": 2**63}, "seed"),
+    (COMPLETIONS, {**PROMPT, "seed": 1.5}, "seed"),
+    (COMPLETIONS, {**PROMPT, "stop": ["a"] * 65}, "stop"),
+    (COMPLETIONS, {**PROMPT, "stop": ""}, "stop"),
+    (COMPLETIONS, {**PROMPT, "stop": [1]}, "stop"),
+    (COMPLETIONS, {**PROMPT, "stop_token_ids": [512]}, "stop_token_ids"),
+    (COMPLETIONS, {**PROMPT, "stop_token_ids": [-1]}, "stop_token_ids"),
+    (COMPLETIONS, {**PROMPT, "stop_token_ids": 5}, "stop_token_ids"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {"512": 1}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {"-1": 1}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {"a": 1}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {"5": 101}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": {"5": "x"}}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": [5]}, "logit_bias"),
+    # what comes back
+    (COMPLETIONS, {**PROMPT, "logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {**PROMPT, "logprobs": -1}, "logprobs"),
+    (COMPLETIONS, {**PROMPT, "logprobs": True}, "logprobs"),
+    (CHAT, {**MESSAGES, "logprobs": 3}, "logprobs"),
+    (CHAT, {**MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {**MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    (CHAT, {**MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+    (COMPLETIONS, {**PROMPT, "stream": "yes"}, "stream"),
+    (COMPLETIONS, {**PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {**MESSAGES, "stream": False, "stream_options": {}}, "stream_options"),
+    (CHAT, {**MESSAGES, "stream": True, "stream_options": {"include_usage": "a"}}, "stream_options"),
+    (COMPLETIONS, {**PROMPT, "priority": "high"}, "priority"),
+    (COMPLETIONS, {**PROMPT, "cache_salt": ""}, "cache_salt"),
+    (COMPLETIONS, {**PROMPT, "cache_salt": "s" * 129}, "cache_salt"),
+    (COMPLETIONS, {**PROMPT, "request_id": "a b"}, "request_id"),
+    (COMPLETIONS, {**PROMPT, "user": 7}, "user"),
+    (COMPLETIONS, {**PROMPT, "model": 7}, "model"),
+    # not implemented
+    (COMPLETIONS, {**PROMPT, "suffix": "x"}, "suffix"),
+    (COMPLETIONS, {**PROMPT, "best_of": 2}, "best_of"),
+    (COMPLETIONS, {**PROMPT, "use_beam_search": True}, "use_beam_search"),
+    (COMPLETIONS, {**PROMPT, "prompt_logprobs": 1}, "prompt_logprobs"),
+    (CHAT, {**MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {**MESSAGES, "tool_choice": "auto"}, "tool_choice"),
+    (CHAT, {**MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {**MESSAGES, "structured_outputs": {"json": {}}}, "structured_outputs"),
+    (CHAT, {**MESSAGES, "functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {**MESSAGES, "echo": True}, "echo"),
+    # tokenization
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+    ("/tokenize", {"prompt": ["a"]}, "prompt"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/detokenize", {"tokens": "a"}, "tokens"),
+    ("/detokenize", {"tokens": [512]}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+]
+
+
+@pytest.mark.parametrize("batch", range(8))
+async def test_bad_field_is_named_in_a_400(batch: int) -> None:
+    async with live_server(next_token=spell("x")) as live:
+        for path, body, param in BAD_FIELDS[batch::8]:
+            answer = await live.call(path, body)
+            case = f"{path} {body!r:.200} gave {answer.status} {answer.body!r:.300}"
+            assert answer.status == 400, case
+            assert answer.error["param"] == param, case
+            assert answer.error["type"] == "invalid_request_error", case
+            if answer.error["code"] != "context_length_exceeded":
+                assert param.split("[")[0] in answer.error["message"], case
+        assert live.num_sequences == 0
+        assert (await live.complete()).status == 200
+
+
+async def test_bad_fields_of_a_stream_are_refused_before_it_begins() -> None:
+    cases = (
+        {"prompt": "a" * 500},
+        {"prompt": ["a", "b" * 500]},
+        {"prompt": [600]},
+        {"temperature": -1},
+        {"max_tokens": 500},
+    )
+    async with live_server(next_token=spell("x")) as live:
+        for fields in cases:
+            answer = await live.complete(**fields, stream=True)
+            assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+        await live.until_running(0)
+
+
+async def test_over_long_prompt_is_refused_with_the_numbers() -> None:
+    async with live_server() as live:
+        answer = await live.complete(prompt="a" * 300)
+    assert answer.error["code"] == "context_length_exceeded"
+    assert "128" in answer.error["message"]
+    assert "301" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("data", "param", "word"),
+    [
+        (b"", None, "no body"),
+        (b"  \n", None, "no body"),
+        (b"{", None, "JSON"),
+        (b'{"prompt": "ab"', None, "JSON"),
+        (b'{"prompt": "ab"} x', None, "JSON"),
+        (b"[]", None, "object"),
+        (b"null", None, "object"),
+        (b'"prompt"', None, "object"),
+        (b'{"prompt": "\xff\xfe"}', None, "UTF-8"),
+        (b'{"unknown": "\xff"}', None, "UTF-8"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', None, "JSON"),
+        (b'{"prompt": "a\nb"}', None, "JSON"),
+        (b'{"prompt": "\\ud800 and more"}', None, "JSON"),
+        (b'{"prompt": "ab", "temperature": NaN}', "temperature", "finite"),
+        (b'{"prompt": "ab", "temperature": Infinity}', "temperature", "finite"),
+        (b'{"prompt": "ab", "temperature": -Infinity}', "temperature", "finite"),
+        (b'{"prompt": "ab", "temperature": 1e400}', "temperature", "out of range"),
+        (b'{"prompt": "ab", "logit_bias": {"5": NaN}}', "5", "finite"),
+        (b'{"prompt": ' + b"[" * 100_000, None, "nested"),
+        (b'{"unknown": ' + b'{"a":' * 100_000, None, "nested"),
+    ],
+)
+async def test_body_that_is_no_json_object_is_a_400(data: bytes, param: str | None, word: str) -> None:
+    async with live_server() as live:
+        answer = await live.call("/v1/completions", data=data, method="POST")
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert word in answer.error["message"]
+
+
+async def test_large_body_is_a_413_and_the_server_goes_on() -> None:
+    body = json.dumps({"prompt": "a" * 5_000_000}).encode()
+    async with live_server(next_token=spell("x")) as live:
+        answer = await live.call("/v1/completions", data=io.BytesIO(body))
+        assert answer.status == 413
+        assert answer.error["code"] == "body_too_large"
+        assert str(4 * 1024 * 1024) in answer.error["message"]
+        assert (await live.complete()).status == 200
+
+
+async def test_unknown_model_is_a_404() -> None:
+    async with live_server() as live:
+        for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES), ("/tokenize", PROMPT)):
+            answer = await live.call(path, {"model": "other", **body})
+            assert answer.status == 404
+            assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
+
+
+async def test_alias_is_reported_as_asked_and_a_missing_model_as_the_first_name() -> None:
+    async with live_server(next_token=spell("x")) as live:
+        assert (await live.complete(model="alias/of-it")).json["model"] == "alias/of-it"
+        assert (await live.complete(model=None)).json["model"] == "fake-model"
+
+
+async def test_content_type_does_not_matter() -> None:
+    async with live_server(next_token=spell("x")) as live:
+        answer = await live.call("/v1/completions", PROMPT, headers={"Content-Type": "text/plain"})
+    assert answer.status == 200
+
+
+async def test_chat_without_a_template_is_a_400() -> None:
+    async with live_server(tokenizer=FakeTokenizer(has_chat_template=False)) as live:
+        for path in (CHAT, "/tokenize"):
+            answer = await live.call(path, MESSAGES)
+            assert answer.status == 400
+            assert answer.error["param"] == "messages"
+            assert "template" in answer.error["message"]
+
+
+async def test_full_queue_is_a_429_with_retry_after() -> None:
+    async with live_server(next_token=spell("x"), engine_options={"max_num_queued_requests": 4}) as live:
+        answer = await live.complete(prompt=["a"] * 20)
+        assert answer.status == 429
+        assert answer.error["code"] == "overloaded"
+        assert int(answer.headers["Retry-After"]) >= 1
+        await live.until_running(0)
+        assert (await live.complete()).status == 200
+
+
+async def test_nothing_is_taken_before_the_engine_has_started() -> None:
+    async with live_server(is_started=False) as live:
+        for path, body in (
+            (COMPLETIONS, PROMPT),
+            (CHAT, {**MESSAGES, "stream": True}),
+            ("/detokenize", {"tokens": [1]}),
+        ):
+            answer = await live.call(path, body)
+            assert answer.status == 503
+            assert answer.error["code"] == "not_ready"
+
+
+async def test_a_bug_is_a_500_without_details() -> None:
+    def burn() -> bytes:
+        raise ZeroDivisionError("secret")
+
+    async with live_server(metrics_renderer=burn) as live:
+        answer = await live.call("/metrics")
+    assert answer.status == 500
+    assert answer.error["type"] == "server_error"
+    assert b"secret" not in answer.body
