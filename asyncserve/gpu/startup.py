@@ -91,8 +91,12 @@ def start_runner(
     is_gpu = opened.is_async
     dtype = choose_dtype(dtype, checkpoint.config, opened)
     kv_dtype = dtype if kv_cache_dtype == "auto" else _known_dtype("kv_cache_dtype", kv_cache_dtype)
-    num_slots = max_num_seqs if max_num_seqs is not None else (256 if is_gpu else 64)
     token_budget = max_num_batched_tokens
+    num_slots = max_num_seqs
+    if num_slots is None:
+        num_slots = 256 if is_gpu else 64
+        if token_budget is not None:
+            num_slots = min(num_slots, token_budget)
     if token_budget is None:
         token_budget = max(8192 if is_gpu else 512, num_slots)
     for name, value in (

@@ -35,7 +35,9 @@ def prompts() -> list[list[int]]:
 def answers(
     model: Path, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: object
 ) -> list[tuple[int, ...]]:
-    with LLM(str(model), **{"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, **options}) as llm:
+    if "num_gpu_blocks_override" not in options:
+        options = {"kv_cache_memory_bytes": 1 << 22, **options}
+    with LLM(str(model), **{"dtype": "float32", **options}) as llm:
         return [c.outputs[0].token_ids for c in llm.generate(prompts, params, progress=False)]
 
 
@@ -57,7 +59,10 @@ def alone(model: Path, prompts: list[list[int]], params: SamplingParams) -> list
         pytest.param({"enable_prefix_caching": False, "async_scheduling": False}, id="batched"),
         pytest.param({"enable_prefix_caching": False}, id="one step ahead"),
         pytest.param({}, id="prefix cache"),
-        pytest.param({"max_num_batched_tokens": 7, "enable_prefix_caching": False}, id="chunked prefill"),
+        pytest.param(
+            {"max_num_batched_tokens": 7, "max_num_seqs": 5, "enable_prefix_caching": False},
+            id="chunked prefill",
+        ),
         pytest.param({"long_prefill_token_threshold": 5}, id="long prompts held back"),
         pytest.param({"block_size": 4}, id="small blocks"),
         pytest.param({"num_gpu_blocks_override": 12, "max_model_len": 96}, id="preempted"),

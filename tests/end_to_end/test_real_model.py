@@ -86,7 +86,13 @@ def test_curl_gets_a_stream_that_ends_with_done(demo_server: ServerProcess) -> N
     }
     done = subprocess.run(
         [
-            *("curl", "-sSN", f"{demo_server.url}/v1/chat/completions", "-H", "Content-Type: application/json"),
+            *(
+                "curl",
+                "-sSN",
+                f"{demo_server.url}/v1/chat/completions",
+                "-H",
+                "Content-Type: application/json",
+            ),
             *("-d", json.dumps(body)),
         ],
         capture_output=True,

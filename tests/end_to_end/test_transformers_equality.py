@@ -42,7 +42,11 @@ def expected(prompt_token_ids: list[list[int]]) -> list[list[int]]:
     with torch.inference_mode():
         for ids in prompt_token_ids:
             out = model.generate(
-                torch.tensor([ids]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+                torch.tensor([ids]),
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                eos_token_id=-1,
+                pad_token_id=0,
             )
             outputs.append(out[0, len(ids) :].tolist())
     return outputs

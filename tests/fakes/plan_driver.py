@@ -112,7 +112,9 @@ class PlanDriver:
             if chunk is not None:
                 remaining = {slot: min(num, chunk) for slot, num in remaining.items()}
             rows = {slot: num for slot, num in remaining.items() if len(outputs[slot]) < num_tokens}
-            rows = dict(sorted(rows.items(), key=lambda item: self.starts[item[0]] < self.assigned_lens[item[0]]))
+            rows = dict(
+                sorted(rows.items(), key=lambda item: self.starts[item[0]] < self.assigned_lens[item[0]])
+            )
             plan = self.plan(rows)
             sampled = self.runner.run(plan).wait().token_ids
             slots_sampled = [sequence.slot for sequence in plan.sequences if sequence.samples]
