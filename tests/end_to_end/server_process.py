@@ -26,8 +26,7 @@ class ServerProcess:
         self._ready = threading.Event()
         self.url = ""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncserve", "--model", str(model), "--host", "127.0.0.1", "--port", "0"]
-            + list(options),
+            [sys.executable, "-m", "asyncserve", str(model), "--host", "127.0.0.1", "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
