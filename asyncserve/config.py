@@ -1,8 +1,8 @@
 """Every option of the server, once: name, meaning, unit, range, default.
 
 `cli.py` turns this dataclass into flags, environment variables, YAML keys and `--help` and knows no option
-by name. None means "choose": `resolve` chooses. Objects elsewhere get the plain values they need, never the
-whole.
+by name. None means "choose": whoever needs the value chooses (`gpu/startup.py`, `serve.py`) and logs what it
+chose. Objects elsewhere get the plain values they need, never the whole.
 """
 
 import math
@@ -56,7 +56,8 @@ class ServerConfig:
     gpu_memory_utilization: float = 0.92
     """Share of the GPU's memory the server may use, in (0, 1]."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes of the KV cache, instead of measuring what is left. Default on a CPU: 1 GiB, if there is room."""
+    """Bytes of the KV cache, instead of measuring what is left. Default on a CPU: 768 MiB, if
+    there is room."""
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, instead of computing it from memory."""
     enable_prefix_caching: bool = True

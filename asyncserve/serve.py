@@ -1,8 +1,8 @@
 """Putting the server together: the only file that knows every package.
 
-Takes a `ServerConfig`, builds executor, engine, observer and HTTP application, listens before the model is
-loaded (so that probes are answered from the first second), tells readiness, and drains on SIGTERM. Decides
-nothing about requests, steps or bytes.
+Takes a `ServerConfig`, builds executor, engine, observer and HTTP application, listens once the model's files
+and tokenizer are there and before its weights are loaded (so that probes are answered while they are), tells
+readiness, and drains on SIGTERM. Decides nothing about requests, steps or bytes.
 """
 
 import asyncio
