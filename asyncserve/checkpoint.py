@@ -79,10 +79,15 @@ def open_checkpoint(
     Raises:
         CheckpointError: Missing, unreachable (says what to do), damaged or without a configuration.
     """
-    path = Path(model).expanduser()
-    if path.is_file():
+    try:
+        path = Path(model).expanduser()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        # No such user's home, a name too long, a NUL in it, a folder that may not be entered.
+        raise CheckpointError(f"{model!r} cannot be looked up: {error}") from error
+    if is_file:
         return _open_file(model, path)
-    if path.is_dir():
+    if is_folder:
         return _open_folder(model, path, needs_weights=needs_weights)
     if _looks_like_path(model):
         raise CheckpointError(f"{model} does not exist: no such folder or .gguf file")

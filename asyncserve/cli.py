@@ -162,7 +162,8 @@ def _add_option(group: Any, option: "dataclasses.Field[Any]", hint: Any) -> None
     if hint is bool:
         arguments["action"] = argparse.BooleanOptionalAction
     elif get_origin(hint) is tuple:
-        arguments |= {"action": "extend", "nargs": "*", "type": _converter(get_args(hint)[0])}
+        # At least one: `--api-key $KEY` with KEY unset must not mean "no key needed".
+        arguments |= {"action": "extend", "nargs": "+", "type": _converter(get_args(hint)[0])}
     elif get_origin(hint) is Literal:
         arguments["choices"] = get_args(hint)
     else:
@@ -197,7 +198,7 @@ def _environment_arguments(environ: Mapping[str, str]) -> list[str]:
     kinds = _value_kinds()
     for variable, value in environ.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if not variable.startswith(ENVIRONMENT_PREFIX) or not value:
+        if not variable.startswith(ENVIRONMENT_PREFIX) or (not value and name not in _secrets()):
             continue
         if name not in kinds:
             known = [ENVIRONMENT_PREFIX + kind.upper() for kind in kinds]
@@ -249,7 +250,9 @@ def _arguments(name: str, value: object, kind: type, *, source: str) -> list[str
     for item in values:
         if not isinstance(item, str | int | float) or isinstance(item, bool):
             raise ConfigError(f"{source} is {item!r}; it must be a plain value")
-    return [f"{flag}={item}" for item in values] or [flag]
+    if not values:
+        raise ConfigError(f"{source} is an empty list; leave it out")
+    return [f"{flag}={item}" for item in values]
 
 
 def _value_kinds() -> dict[str, type]:
@@ -259,6 +262,11 @@ def _value_kinds() -> dict[str, type]:
         bare = get_origin(hint) or hint
         kinds[name] = bare if bare in (bool, tuple) else str
     return kinds
+
+
+def _secrets() -> set[str]:
+    """Return the options that are never shown; an empty one is a mistake, not an absence."""
+    return {option.name for option in dataclasses.fields(ServerConfig) if not option.repr}
 
 
 def _converter(hint: type) -> Callable[[str], Any]:

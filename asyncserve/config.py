@@ -6,6 +6,7 @@ chose. Objects elsewhere get the plain values they need, never the whole.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -34,8 +35,8 @@ class ServerConfig:
     """auto: what the checkpoint holds. dummy: random weights of the right shape, for benchmarks."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights and activations; auto chooses by checkpoint and device."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where the model runs; auto takes a GPU if there is one."""
+    device: str = "auto"
+    """Where the model runs: auto (a GPU if there is one), cpu, cuda, or cuda:N for one of several GPUs."""
     max_model_len: int | None = None
     """Most tokens of one sequence, prompt and output together. Default: what the model was trained for."""
     chat_template: str | None = None
@@ -48,7 +49,8 @@ class ServerConfig:
     max_num_seqs: int | None = None
     """Most sequences running at once. Default: 256 on a GPU, 64 on a CPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens computed in one step. Default: 8192 on a GPU, 512 on a CPU."""
+    """Most tokens computed in one step. Default: 8192 on a GPU, 512 on a CPU, and without
+    --enable-chunked-prefill at least the longest prompt."""
     block_size: int = 16
     """Tokens per KV block."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -97,6 +99,12 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages to log."""
 
+    @classmethod
+    def engine_options(cls) -> tuple[str, ...]:
+        """Return the names of the options that matter without a server."""
+        names = [option.name for option in fields(cls)]
+        return tuple(names[: names.index("host")])
+
     def validate(self) -> None:
         """Check every option's range and the combinations that cannot work.
 
@@ -119,6 +127,8 @@ class ServerConfig:
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = "" if high == math.inf else f" and at most {high}"
                 raise ConfigError(f"{name} is {value}; it must be at least {low}{upper}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]"

@@ -8,15 +8,16 @@ import asyncio
 import threading
 import time
 from array import array
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
 from asyncserve.config import ServerConfig
-from asyncserve.errors import AsyncserveError
+from asyncserve.errors import AsyncserveError, ConfigError, EngineStopped, InvalidRequest
 from asyncserve.observer import EngineStatistics, NullObserver
 from asyncserve.request import (
     ChatPrompt,
@@ -29,7 +30,7 @@ from asyncserve.request import (
     TokenLogprobs,
     TokensPrompt,
 )
-from asyncserve.serve import build_engine, open_model
+from asyncserve.serve import build_engine, default_sampling, open_model
 
 Result = TypeVar("Result")
 
@@ -87,10 +88,15 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
+        unknown = options.keys() - set(ServerConfig.engine_options())
+        if unknown:
+            raise ConfigError(f"{', '.join(sorted(unknown))}: no such option of the engine")
         # A queue bound protects a server from its clients; here the caller is the only one.
         config = ServerConfig(model=model, **{"max_num_queued_requests": 2**31, **options})
         config.validate()
-        self._engine = build_engine(config, open_model(config), NullObserver())
+        checkpoint = open_model(config)
+        self._default_sampling = SamplingParams(**default_sampling(config, checkpoint))
+        self._engine = build_engine(config, checkpoint, NullObserver())
         self._num_requests = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncserve-offline", daemon=True)
@@ -112,7 +118,8 @@ class LLM:
 
         Args:
             prompts: One text, several, one list of token ids, or several.
-            sampling: For all prompts, or one for each.
+            sampling: For all prompts, or one for each; None takes the values the model's authors recommend
+                (`generation_config.json`).
             progress: Show a progress bar on stderr.
 
         Returns:
@@ -121,14 +128,9 @@ class LLM:
         Raises:
             RequestError: A prompt or parameter is bad; the others are aborted.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            given: list[Any] = [prompts]
-        else:
-            given = list(prompts)
-        built: list[Prompt] = [
-            TextPrompt(text=prompt) if isinstance(prompt, str) else TokensPrompt(token_ids=prompt)
-            for prompt in given
-        ]
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        given: list[Any] = [prompts] if is_one else list(prompts)
+        built = [_as_prompt(prompt) for prompt in given]
         return self._complete(given, built, sampling, progress=progress)
 
     def chat(
@@ -142,7 +144,7 @@ class LLM:
 
         Args:
             messages: One conversation (a list of messages with `role` and `content`), or several.
-            sampling: For all conversations, or one for each.
+            sampling: For all conversations, or one for each; None as in `generate`.
             progress: Show a progress bar on stderr.
 
         Returns:
@@ -189,7 +191,7 @@ class LLM:
         progress: bool,
     ) -> list[Completion]:
         if sampling is None or isinstance(sampling, SamplingParams):
-            each = [sampling or SamplingParams()] * len(prompts)
+            each = [sampling or self._default_sampling] * len(prompts)
         else:
             each = list(sampling)
         if len(each) != len(prompts):
@@ -223,6 +225,9 @@ class LLM:
         return [sink.completion(prompt) for sink, prompt in zip(sinks, given, strict=True)]
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineStopped("this LLM was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -230,6 +235,15 @@ class LLM:
             # Ctrl-C in the calling thread: what was asked for is not wanted any more.
             future.cancel()
             raise
+
+
+def _as_prompt(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return TextPrompt(text=prompt)
+    if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | Mapping):
+        # Any kind of array will do; its elements become plain numbers.
+        return TokensPrompt(token_ids=[int(i) if isinstance(i, Integral) else i for i in prompt])
+    raise InvalidRequest(f"a prompt is text or a list of token ids, not {prompt!r}", param="prompts")
 
 
 class _CollectingSink:

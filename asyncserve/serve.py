@@ -6,20 +6,24 @@ readiness, and drains on SIGTERM. Decides nothing about requests, steps or bytes
 """
 
 import asyncio
+import errno
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from asyncserve.checkpoint import Checkpoint, open_checkpoint
 from asyncserve.config import ServerConfig
-from asyncserve.errors import ConfigError, EngineStopped
+from asyncserve.errors import ConfigError
 from asyncserve.http.app import build_app, make_runner
 from asyncserve.loop.engine import Engine
 from asyncserve.loop.tokenizer import load_tokenizer
@@ -31,6 +35,10 @@ from asyncserve.step import Executor
 logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
+STOP_LIMIT_S = 10.0
+"""How long the device may take for the step it is in when everything is to stop."""
+LAST_WORDS_S = 2.0
+"""How long clients have to read what is already written when everything stops."""
 
 
 def open_model(config: ServerConfig) -> Checkpoint:
@@ -71,6 +79,7 @@ def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
             num_threads=config.num_threads,
             seed=config.seed,
             async_scheduling=config.async_scheduling,
+            enable_chunked_prefill=config.enable_chunked_prefill,
         )
     )
 
@@ -100,7 +109,7 @@ def build_engine(config: ServerConfig, checkpoint: Checkpoint, observer: Observe
     )
 
 
-def default_sampling(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, float]:
+def default_sampling(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the sampling values the model's authors recommend, for fields a request leaves out."""
     if config.generation_config == "none":
         return {}
@@ -146,7 +155,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         health_timeout_s=config.health_timeout,
         metrics_renderer=lambda: render(registry),
     )
-    runner = make_runner(app)
+    runner = make_runner(app, shutdown_timeout_s=config.shutdown_timeout)
     await runner.setup()
     stop_requests = _StopRequests()
     stop_requests.install()
@@ -166,41 +175,58 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         logger.info("ready on %s after %.1f s", url, time.monotonic() - started_s)
         if on_ready is not None:
             on_ready(url)
-        return await _run_until_stopped(engine, stop_requests, config.shutdown_timeout)
+        stopped = asyncio.create_task(engine.wait_stopped(), name="engine-stopped")
+        await _first_of(stopped, stop_requests.first)
+        if not stopped.done():
+            await _drain(engine, runner, stop_requests, config.shutdown_timeout)
+        if engine.failure is not None:
+            logger.error("the engine failed: %s", engine.failure, exc_info=engine.failure)
+        return EXIT_FAILURE if engine.failure is not None else 0
     finally:
+        await _end(engine, runner)
         stop_requests.uninstall()
-        await engine.stop()
-        await runner.cleanup()
 
 
-async def _run_until_stopped(
-    engine: Engine, stop_requests: "_StopRequests", shutdown_timeout_s: float
-) -> int:
-    engine_stopped = asyncio.create_task(engine.wait_stopped(), name="engine-stopped")
-    try:
-        await _first_of(engine_stopped, stop_requests.first)
-        if engine_stopped.done():
-            failure = engine.failure or EngineStopped("the engine stopped by itself")
-            logger.error("the engine stopped: %s", failure, exc_info=failure)
-            return EXIT_FAILURE
-        logger.info("draining: no new requests, running ones have %.0f s", shutdown_timeout_s)
-        draining = asyncio.create_task(engine.drain(shutdown_timeout_s), name="drain")
-        await _first_of(draining, stop_requests.second)
-        if not draining.done():
+async def _drain(
+    engine: Engine, runner: web.AppRunner, stop_requests: "_StopRequests", timeout_s: float
+) -> None:
+    """Let running requests finish and their clients read the answers, until time or a second signal."""
+    logger.info("draining: no new requests, running ones have %.0f s", timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    # The sockets stay open for a while: probes and refused clients get an answer.
+    for stage in (partial(engine.drain, timeout_s), runner.cleanup):
+        task = asyncio.create_task(stage(), name="draining")
+        await _first_of(task, stop_requests.second, timeout_s=deadline_s - time.monotonic())
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if stop_requests.second.is_set():
             logger.warning("second signal: stopping now")
-            draining.cancel()
-            await asyncio.gather(draining, return_exceptions=True)
-        return 0
-    finally:
-        engine_stopped.cancel()
-        await asyncio.gather(engine_stopped, return_exceptions=True)
+            return
 
 
-async def _first_of(task: "asyncio.Task[None]", event: asyncio.Event) -> None:
-    """Return when the task is done or the event set, whichever comes first; the task goes on."""
+async def _end(engine: Engine, runner: web.AppRunner) -> None:
+    """Stop the engine, tell its clients, close every connection; a device that hangs ends the process."""
+    try:
+        async with asyncio.timeout(STOP_LIMIT_S):
+            await engine.stop()
+    except TimeoutError:
+        logger.critical("the device does not answer: ending the process with work in it")
+        os._exit(EXIT_FAILURE)
+    # What is written to a client that reads is gone by then; one that does not read is not waited for.
+    closing = asyncio.create_task(runner.cleanup(), name="close-connections")
+    await asyncio.wait([closing], timeout=LAST_WORDS_S)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+
+
+async def _first_of(
+    task: "asyncio.Task[None]", event: asyncio.Event, *, timeout_s: float | None = None
+) -> None:
+    """Return when the task is done, the event set or the time over; the task goes on."""
     waiting = asyncio.create_task(event.wait())
     try:
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
     finally:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -243,14 +269,25 @@ async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
         place = config.uds or f"{config.host}:{config.port}"
         raise ConfigError(f"cannot listen on {place}: {error.strerror or error}") from error
     host, port = runner.addresses[0][:2]
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}"
 
 
 def _remove_stale_socket(path: str) -> None:
-    """Remove what a server that was killed left behind; anything but a socket is left alone."""
-    if Path(path).is_socket():
-        Path(path).unlink()
+    """Remove the socket that a server left behind when it was killed.
+
+    Raises:
+        OSError: Somebody listens on it.
+    """
+    if not Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink(missing_ok=True)
+            return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _configure_logging(level: str) -> None:

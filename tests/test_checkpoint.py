@@ -181,3 +181,9 @@ def test_offline_mode_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE=1 forbids downloads"):
         open_checkpoint("org/name", download_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("model", ["~no-such-user-at-all/model", "x" * 5000])
+def test_a_path_that_cannot_be_looked_up_is_one_message(model: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be looked up"):
+        open_checkpoint(model)

@@ -116,7 +116,22 @@ def test_the_environment_may_name_the_config_file(config_file: Path) -> None:
 
 
 def test_an_empty_variable_sets_nothing() -> None:
-    assert read("m", environ={"ASYNCSERVE_API_KEY": "", "ASYNCSERVE_PORT": ""}) == ServerConfig(model="m")
+    empty = {"ASYNCSERVE_MAX_MODEL_LEN": "", "ASYNCSERVE_PORT": ""}
+    assert read("m", environ=empty) == ServerConfig(model="m")
+
+
+def test_an_api_key_that_came_out_empty_does_not_open_the_server(tmp_path: Path) -> None:
+    """`--api-key $KEY` with KEY unset, and an empty variable, once meant that no key was needed."""
+    with pytest.raises(ConfigError, match="api-key"):
+        read("m", "--api-key", "--port", "1")
+    with pytest.raises(ConfigError, match="api_key may not be empty"):
+        read("m", "--api-key", "")
+    with pytest.raises(ConfigError, match="api_key may not be empty"):
+        read("m", environ={"ASYNCSERVE_API_KEY": ""})
+    file = tmp_path / "c.yaml"
+    file.write_text("api_key: []")
+    with pytest.raises(ConfigError, match="empty list"):
+        read("m", "--config", str(file))
 
 
 def test_an_unknown_variable_is_ignored_with_a_warning_that_names_the_nearest(

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2 as httpx
 
 START_LIMIT_S = 120.0
-_READY = re.compile(r"ready on (http://\S+)")
+_READY = re.compile(r"ready on (\S+) after")
 
 
 class ServerProcess:
