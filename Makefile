@@ -11,9 +11,11 @@ NAME ?= $(patsubst %.gguf,%,$(notdir $(MODEL)))
 PORT ?= 8000
 # Further options of the server, as on its command line.
 ARGS ?=
+# Further options of the load test, as on its command line.
+LOAD_ARGS ?=
 URL ?= http://127.0.0.1:$(PORT)
 SCENARIO ?= smoke
-# Further options of pytest.
+# Further options of pytest. Coverage is measured, and must suffice, when all tests run: without any.
 PYTEST_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -25,10 +27,10 @@ PIP := $(VENV)/bin/python -m pip install
 
 help:
 	@echo 'make run       serve $(MODEL) on port $(PORT)  (MODEL=, PORT=, ARGS="--max-num-seqs 8")'
-	@echo 'make test      format, lint, types and all tests that need no GPU'
+	@echo 'make test      format, lint, types and all tests that need no GPU, with their coverage'
 	@echo 'make check     format, lint, types, architecture'
 	@echo 'make test-gpu  the tests that need a GPU'
-	@echo 'make load      load test of $(URL)  (URL=, SCENARIO=$(SCENARIO), see loadtest/scenarios)'
+	@echo 'make load      load test of $(URL)  (URL=, SCENARIO=$(SCENARIO), LOAD_ARGS=, see loadtest/scenarios)'
 	@echo 'make model     fetch the demo model    make wheel  build dist/*.whl    make clean  remove $(VENV)'
 
 run: $(VENV)/.run $(filter $(DEMO),$(MODEL))
@@ -37,7 +39,7 @@ run: $(VENV)/.run $(filter $(DEMO),$(MODEL))
 model: $(DEMO)
 
 test: lint $(DEMO)
-	$(VENV)/bin/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m 'not gpu' $(or $(PYTEST_ARGS),--cov --cov-report=term-missing:skip-covered)
 
 check: lint
 	$(VENV)/bin/python -m pytest -q tests/architecture
@@ -51,8 +53,8 @@ test-gpu: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
 
 load: $(VENV)/.test
-	$(VENV)/bin/python -m loadtest --url $(URL) --scenario $(SCENARIO) --results results/load.jsonl \
-	    --label "$$(git rev-parse --short HEAD 2>/dev/null)" $(ARGS)
+	$(VENV)/bin/python -m loadtest --url $(URL) --scenario $(SCENARIO) --results loadtest/results/load.jsonl \
+	    --label "$$(git rev-parse --short HEAD 2>/dev/null)" $(LOAD_ARGS)
 
 wheel: $(VENV)/.run
 	$(VENV)/bin/python -m pip wheel . --no-deps --wheel-dir dist
@@ -60,7 +62,8 @@ wheel: $(VENV)/.run
 clean:
 	rm -rf $(VENV)
 
-$(DEMO): | $(VENV)/.made
+# What fetches it needs a package of the server's.
+$(DEMO): | $(VENV)/.run
 	$(VENV)/bin/python scripts/fetch_demo_model.py $@
 
 # Debian splits the module that puts pip into a new environment off into python3-venv; where it is missing, the

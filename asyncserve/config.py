@@ -73,7 +73,8 @@ class ServerConfig:
     async_scheduling: bool = True
     """Plan one step ahead of the device."""
     max_num_queued_requests: int = 2048
-    """Most requests waiting; above it clients get 429."""
+    """Most sequences waiting for a slot, preempted ones included (a request with n = 3 counts three times). A
+    call that would exceed it gets 429, one that alone is larger gets 400."""
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
     num_threads: int | None = None

@@ -1,8 +1,9 @@
-"""Every error asyncserve raises on purpose, as one tree.
+"""The errors a caller of asyncserve can meet, as one tree.
 
 A `RequestError` is the caller's to fix, an `EngineError` is ours or the machine's, a `StartupError`
 keeps the server from starting. `status_hint` is the HTTP status a client would see; `http/failures.py`
-turns the tree into OpenAI's error shape and knows nothing else about it.
+turns the tree into OpenAI's error shape, and adds the one only HTTP knows (a wrong API key). What never
+leaves a package (a closed channel) is defined where it is raised.
 `InvariantError` is a bug here, never bad input.
 """
 
@@ -54,12 +55,6 @@ class Overloaded(RequestError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class DeadlineExceeded(RequestError):
-    """The request was not finished within its own deadline."""
-
-    status_hint: ClassVar[int] = 504
 
 
 class EngineError(AsyncserveError):

@@ -44,16 +44,13 @@ _INTEGERS = {
 _TOKENIZER_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 _END_KEYS = ("eos", "eot", "eom")
 
-ROPE_FACTORS_NAME = "rope_freqs.weight"
-"""Llama 3.1 and later: what each frequency is divided by, `[head_dim / 2]` float32."""
-
 
 def gguf_config(header: GGUFHeader) -> dict[str, Any]:
     """Translate the metadata to the keys of config.json; what the file does not say is left out.
 
+    A size that differs between layers comes as a list, which the models that expect one number refuse.
     RoPE scaling comes as `rope_scaling` with `rope_type` `linear` or `yarn`. Llama 3's is None here: the file
-    holds its result, one factor per frequency, as a tensor among the weights (`rope_freqs.weight`), which
-    `has_rope_factors` tells of.
+    holds its result, one factor per frequency, as a tensor among the weights (`rope_freqs.weight`).
     """
     metadata = header.metadata
     name = str(metadata.get("general.architecture", ""))
@@ -75,13 +72,13 @@ def gguf_config(header: GGUFHeader) -> dict[str, Any]:
     config["num_key_value_heads"] = _scalar(
         values.get("attention.head_count_kv", values.get("attention.head_count", 0))
     )
-    head_dim = values.get("attention.key_length")
-    if head_dim is None and config.get("num_attention_heads") and "hidden_size" in config:
+    head_dim = _scalar(values.get("attention.key_length"))
+    if head_dim is None and _are_numbers(config.get("hidden_size"), config.get("num_attention_heads")):
         head_dim = config["hidden_size"] // config["num_attention_heads"]
     if head_dim is not None:
         config["head_dim"] = head_dim
-        rotary_dim = values.get("rope.dimension_count", head_dim)
-        if rotary_dim != head_dim:
+        rotary_dim = _scalar(values.get("rope.dimension_count", head_dim))
+        if rotary_dim != head_dim and _are_numbers(rotary_dim, head_dim):
             config["partial_rotary_factor"] = rotary_dim / head_dim
     epsilon = values.get("attention.layer_norm_rms_epsilon")
     if epsilon is not None:
@@ -93,7 +90,6 @@ def gguf_config(header: GGUFHeader) -> dict[str, Any]:
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
     config["rope_theta"] = shortest_decimal(values.get("rope.freq_base", 10000.0))
     config["rope_scaling"] = _rope_scaling(values)
-    config["has_rope_factors"] = ROPE_FACTORS_NAME in header.tensors
     for key, ours in _TOKENIZER_IDS.items():
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:
@@ -120,10 +116,15 @@ def shortest_decimal(value: float) -> float:
 
 def _scalar(value: Any) -> Any:
     """Return a per-layer list as one number if all layers agree, else as a list."""
-    if isinstance(value, int | float):
+    if value is None or isinstance(value, int | float):
         return value
     layers = list(value)
     return layers[0] if len(set(layers)) == 1 else layers
+
+
+def _are_numbers(*values: Any) -> bool:
+    """Say whether each is one number, and not 0, rather than a list by layer or nothing."""
+    return all(isinstance(value, int | float) and value != 0 for value in values)
 
 
 def _rope_scaling(values: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -27,6 +27,8 @@ class RequestTimeline:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     max_output_len: int = 0
+    prompt_is_counted: bool = False
+    """The observer's own mark: a prompt is counted once, with the first token or at the end."""
 
 
 @dataclass(slots=True)

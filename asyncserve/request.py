@@ -9,7 +9,7 @@ the same. Nothing here knows HTTP, asyncio, torch or a clock.
 import enum
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,20 @@ MAX_STOP_STRINGS = 64
 
 MAX_STOP_CHARACTERS = 4096
 """More characters than this in all stop strings together are refused: a table is built of them."""
+
+
+class _DefaultLen(enum.IntEnum):
+    """Lengths nobody asked for, so that they can be told from equal ones that somebody did."""
+
+    MAX_TOKENS = 16
+
+
+DEFAULT_MAX_TOKENS = _DefaultLen.MAX_TOKENS
+"""`max_tokens` where it is left out, as OpenAI has it. Unlike a 16 that was asked for, it is cut to what the
+context leaves instead of being refused."""
+
+GREEDY_BELOW = 1e-5
+"""Lower temperatures are greedy, as in vLLM: hardly any chance is left there."""
 
 
 class FinishReason(enum.Enum):
@@ -37,11 +51,12 @@ class SamplingParams:
 
     Args:
         n: Number of independent continuations of the prompt, at least 1.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: Logits are divided by it, in [0, 100]; below 1e-5 the likeliest token is always taken.
         top_k: Keep the k most likely tokens; 0 or -1 keeps all.
         top_p: Keep the smallest set of tokens whose probability reaches it, in (0, 1].
         min_p: Drop tokens less likely than `min_p` times the likeliest, in [0, 1].
-        max_tokens: Most tokens to generate; None means as many as the context holds.
+        max_tokens: Most tokens to generate, refused if the context cannot hold them; None means as many as
+            it holds. Left out: 16, or what the context leaves if that is less.
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         stop: Strings that end the sequence; the text never contains them.
         stop_token_ids: Token ids that end the sequence besides the model's EOS.
@@ -50,7 +65,8 @@ class SamplingParams:
         seed: Makes sampling repeatable whatever else is in the batch; None draws one.
         presence_penalty: Subtracted from the logit of every token already generated, in [-2, 2].
         frequency_penalty: Subtracted once per occurrence among the generated tokens, in [-2, 2].
-        repetition_penalty: Divides (or multiplies) logits of tokens in prompt or output; 1 is off.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output, in
+            [0.01, 100]; 1 is off.
         logit_bias: Token id to a value in [-100, 100] added to its logit.
         num_logprobs: Log-probabilities of this many likeliest tokens with each output token; 0 gives
             only the chosen token's, None gives none.
@@ -66,7 +82,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    max_tokens: int | None = 16
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -89,7 +105,7 @@ class SamplingParams:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         _in_range("n", self.n, low=1)
-        _in_range("temperature", self.temperature, low=0.0)
+        _in_range("temperature", self.temperature, low=0.0, high=100.0)
         _in_range("top_k", self.top_k, low=0)
         _in_range("top_p", self.top_p, low=0.0, high=1.0, low_is_open=True)
         _in_range("min_p", self.min_p, low=0.0, high=1.0)
@@ -116,7 +132,8 @@ class SamplingParams:
             _in_range("stop_token_ids", token_id, low=0)
         _in_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _in_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, low=0.0, low_is_open=True)
+        # Outside, finite logits could be scaled to infinite ones.
+        _in_range("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         for token_id, bias in self.logit_bias.items():
             _in_range("logit_bias", token_id, low=0)
             _in_range("logit_bias", bias, low=-100.0, high=100.0)
@@ -130,7 +147,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:
@@ -162,12 +179,24 @@ class TextPrompt:
     text: str
     add_special_tokens: bool = True
 
+    def __post_init__(self) -> None:
+        text: object = self.text
+        if not isinstance(text, str):
+            raise InvalidRequest(f"prompt is of the type {type(text).__name__}, not text", param="prompt")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensPrompt:
     """A prompt as token ids, taken as they are."""
 
     token_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        token_ids: object = self.token_ids
+        if not isinstance(token_ids, Sized) or isinstance(token_ids, str | bytes | bytearray | Mapping):
+            raise InvalidRequest(
+                f"prompt is of the type {type(token_ids).__name__}, not a list of token ids", param="prompt"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +228,9 @@ class Request:
         arrival_s: Monotonic time at which it was received.
         priority: Lower runs first under the `priority` policy; ignored under `fcfs`.
         cache_salt: Separates prefix caches: blocks are shared only among equal salts.
+
+    Raises:
+        InvalidRequest: `prompt`, `priority` or `cache_salt` is of a wrong type.
     """
 
     request_id: str
@@ -207,6 +239,13 @@ class Request:
     arrival_s: float
     priority: int = 0
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        # Used deep in the engine, where a value of another type would harm everybody's requests.
+        for name, kinds in (("prompt", Prompt), ("priority", int), ("cache_salt", str | None)):
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                raise InvalidRequest(f"{name} is of the type {type(value).__name__}", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +256,7 @@ class TokenizedRequest:
         sequence_id: Unique for the life of the engine; what scheduler and detokenizer know it by.
         index: Which of the request's `n` choices this is.
         prompt_token_ids: `array('i')`, at least one token.
-        max_output_len: Most tokens to generate: `max_tokens` cut to what the context holds.
+        max_output_len: Most tokens to generate: `max_tokens` if it was given, else what the context leaves.
         stop_token_ids: Every id that ends the sequence: the request's and, unless ignored, the EOS ids.
         seed: What the sampler uses, 64 bits, drawn if the request gave none.
     """
@@ -311,27 +350,40 @@ class RequestOutput:
     usage: Usage | None = None
     error: AsyncserveError | None = None
 
-    def merge(self, later: "RequestOutput") -> "RequestOutput":
-        """Return this output followed by a `later` one of the same choice, as one."""
-        return RequestOutput(
-            index=self.index,
-            text=self.text + later.text,
-            token_ids=[*self.token_ids, *later.token_ids],
-            logprobs=_concatenated(self.logprobs, later.logprobs),
-            prompt_logprobs=_concatenated(self.prompt_logprobs, later.prompt_logprobs),
-            finish_reason=later.finish_reason,
-            stop_reason=later.stop_reason,
-            usage=later.usage or self.usage,
-            error=later.error,
-        )
+
+def merge_all(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """Return outputs of one choice, at least one, oldest first, as one output."""
+    if len(outputs) == 1:
+        return outputs[0]
+    last = outputs[-1]
+    return RequestOutput(
+        index=last.index,
+        text="".join([output.text for output in outputs]),
+        token_ids=[token_id for output in outputs for token_id in output.token_ids],
+        logprobs=_all_entries([output.logprobs for output in outputs]),
+        prompt_logprobs=_all_entries([output.prompt_logprobs for output in outputs]),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=last.usage,
+        error=last.error,
+    )
 
 
-def _concatenated(
-    first: Sequence[TokenLogprobs] | None, second: Sequence[TokenLogprobs] | None
-) -> Sequence[TokenLogprobs] | None:
-    if first is None or second is None:
-        return first if second is None else second
-    return [*first, *second]
+def _all_entries(lists: Sequence[Sequence[TokenLogprobs] | None]) -> list[TokenLogprobs] | None:
+    present = [entries for entries in lists if entries is not None]
+    return [entry for entries in present for entry in entries] if present else None
+
+
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    """Add up the choices of one prompt, at least one: its tokens count once.
+
+    Cached tokens are those of the choice that found fewest: the others found what it had computed.
+    """
+    return Usage(
+        num_prompt_tokens=usages[0].num_prompt_tokens,
+        num_output_tokens=sum(usage.num_output_tokens for usage in usages),
+        num_cached_tokens=min(usage.num_cached_tokens for usage in usages),
+    )
 
 
 class OutputSink(Protocol):

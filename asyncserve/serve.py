@@ -154,6 +154,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         max_body_bytes=config.max_body_bytes,
         health_timeout_s=config.health_timeout,
         metrics_renderer=lambda: render(registry),
+        on_rejected=observer.request_rejected,
     )
     runner = make_runner(app, shutdown_timeout_s=config.shutdown_timeout)
     await runner.setup()

@@ -89,11 +89,6 @@ class StepPlan:
         """Positions computed by the step, all sequences together."""
         return sum(sequence.num_tokens for sequence in self.sequences)
 
-    @property
-    def num_samples(self) -> int:
-        """Sequences that sample a token in this step."""
-        return sum(sequence.samples for sequence in self.sequences)
-
 
 BAD_LOGITS = -1
 """Stands for the token of a row whose logits were not finite: that sequence ends with an error."""

@@ -1,7 +1,8 @@
 """`python -m loadtest --url URL …`: run one load, or the runs of a scenario, and report.
 
 Options come from the command line; a scenario file gives several runs their options, which the command line
-overrides. Prints a table per run and, after several, one row for each.
+overrides. Prints a table per run and, after several, one row for each and the spread over its repeats. No
+prompt is sent twice, in another run or another repeat either: what comes from a cache is not measured.
 """
 
 import argparse
@@ -9,6 +10,8 @@ import dataclasses
 import datetime
 import json
 import math
+import random
+import statistics
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,7 +23,7 @@ import uvloop
 
 from loadtest import arrivals, report
 from loadtest.client import Client, ConnectionLost, Record
-from loadtest.workload import Sample, random_tokens, text
+from loadtest.workload import Sample, longest, random_tokens, text
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -40,7 +43,7 @@ class Load:
     concurrency: int | None = None
     rate: float = math.inf
     burst_size: int = 1
-    seed: int = 0
+    seed: int
     temperature: float = 0.0
     warmup: int = 1
     repeat: int = 1
@@ -57,7 +60,7 @@ class Load:
         kind = self.workload if self.endpoint == "completions" else f"{self.endpoint}, {self.workload}"
         return f"{kind} {self.input_len}+{self.output_len}, {arrival}"
 
-    def samples(self, count: int, seed: int) -> list[Sample]:
+    def samples(self, count: int, seed: str) -> list[Sample]:
         """Draw prompts."""
         lengths: dict[str, Any] = {
             "input_len": self.input_len,
@@ -72,7 +75,7 @@ class Load:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line says; 0 if every request was answered, 1 if not, 2 for an error."""
+    """Run what the command line says; 0 if every request was answered in full, 1 if not, 2 for an error."""
     arguments = _parser().parse_args(argv)
     try:
         name, loads = _loads(arguments)
@@ -124,10 +127,17 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--concurrency", type=int, help="Most requests at once. Default: no limit.")
     load.add_argument("--rate", type=float, help="Poisson arrivals per second. Default: all at once.")
     load.add_argument("--burst-size", type=int, help="Requests that arrive together.")
-    load.add_argument("--seed", type=int, help="Of prompts and arrivals.")
+    load.add_argument(
+        "--seed",
+        type=int,
+        help="Of prompts and arrivals; the same seed asks the same again, which a server may have cached. "
+        "Default: another one every time.",
+    )
     load.add_argument("--temperature", type=float, help="Default: 0.")
     load.add_argument("--warmup", type=int, help="Requests to send before, which do not count. Default: 1.")
-    load.add_argument("--repeat", type=int, help="Times to run it, with other prompts each time.")
+    load.add_argument(
+        "--repeat", type=int, help="Times to run it, with other prompts each time; the spread is shown."
+    )
     load.add_argument("--timeout", type=float, help="Most seconds for one request.")
     return parser
 
@@ -148,7 +158,9 @@ def _loads(arguments: argparse.Namespace) -> tuple[str, list[Load]]:
         unknown = {key for run in runs for key in run} - names
         if unknown:
             raise ValueError(f"{path}: unknown option {min(unknown)}")
-    loads = [Load(**(run | given)) for run in runs]
+    # One seed for the whole invocation, told in the output and the files; the runs' indices make it theirs.
+    seed = random.SystemRandom().randrange(2**32)
+    loads = [Load(**({"seed": seed} | run | given)) for run in runs]
     for load in loads:
         _check(load)
     return name, loads
@@ -192,36 +204,46 @@ async def _run_each(
     loads: Sequence[Load],
     limits_ms: Mapping[str, float],
 ) -> int:
+    is_sound = True
     served, max_model_len = await client.served_model()
     client.model = arguments.model or served
     runs: dict[str, list[Record]] = {}
     rows = []
-    for load in loads:
-        longest = math.floor((load.input_len + load.output_len) * (1 + load.range_ratio)) + load.prefix_len
-        if load.workload == "random" and max_model_len is not None and longest > max_model_len:
-            raise ValueError(f"{load.name}: up to {longest} tokens, but the server takes {max_model_len}")
+    spreads = []
+    for index, load in enumerate(loads):
+        lengths = (longest(mean, load.range_ratio) for mean in (load.input_len, load.output_len))
+        most = load.prefix_len + sum(lengths)
+        if load.workload == "random" and max_model_len is not None and most > max_model_len:
+            raise ValueError(f"{load.name}: up to {most} tokens, but the server takes {max_model_len}")
         client.endpoint, client.temperature, client.timeout_s = load.endpoint, load.temperature, load.timeout
         for turn in range(load.repeat):
             name = load.name + (f" #{turn + 1}" if load.repeat > 1 else "")
             if name in runs:
                 name += f" ({len(runs) + 1})"
-            print(f"\n== {client.model}: {name}", flush=True)
-            records, duration_s = await _run(client, load, turn)
+            print(f"\n== {client.model}: {name} (seed {load.seed})", flush=True)
+            num_reconnects = client.num_reconnects
+            records, duration_s = await _run(client, load, f"{load.seed}, run {index}, repeat {turn}")
             result = report.summarize(records, duration_s=duration_s, limits_ms=limits_ms)
             print(report.to_table(result), flush=True)
+            if client.num_reconnects > num_reconnects:
+                print(f"reconnected   {client.num_reconnects - num_reconnects} x, a kept one being closed")
             runs[name] = records
-            rows.append({"name": name, "load": _plain(load), **result.to_json()})
+            is_sound = is_sound and result.is_sound
+            rows.append({"name": name, "load": _plain(load), "repeat": turn + 1, **result.to_json()})
+        if load.repeat > 1:
+            spreads.append({"name": load.name, **_spread(rows[-load.repeat :])})
     if len(rows) > 1:
         print(_summary(rows))
-    _write(arguments, scenario, client.model, rows, runs)
-    return 0 if all(row["num_completed"] == row["num_requests"] for row in rows) else 1
+    if spreads:
+        print(_spread_table(spreads))
+    _write(arguments, scenario, client.model, rows, spreads, runs)
+    return 0 if is_sound else 1
 
 
-async def _run(client: Client, load: Load, turn: int) -> tuple[list[Record], float]:
-    # Other prompts in warm-up and in every turn, so that no turn finds the last one's prefixes cached.
-    seed = load.seed + 1000 * turn
+async def _run(client: Client, load: Load, seed: str) -> tuple[list[Record], float]:
+    # Other prompts in warm-up, every run and every repeat, so that none finds another's prefixes cached.
     if load.warmup:
-        samples = load.samples(load.warmup, seed + 999)
+        samples = load.samples(load.warmup, f"{seed}, warm-up")
         await arrivals.run(samples, [0.0] * len(samples), client.complete, concurrency=load.concurrency)
     samples = load.samples(load.num_requests, seed)
     times = arrivals.arrival_times(load.num_requests, rate=load.rate, burst_size=load.burst_size, seed=seed)
@@ -235,17 +257,51 @@ def _plain(load: Load) -> dict[str, Any]:
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     width = max(len(row["name"]) for row in rows)
-    columns = f"{'out tok/s':>9}  {'TTFT median / p99, ms':>22}  {'TPOT median / p99, ms':>22}  failed"
+    titles = f"{'TTFT median / p99, ms':>22}  {'TPOT median / p99, ms':>22}"
+    columns = f"{'out tok/s':>9}  {titles}  {'cached':>6}  {'failed':>6}"
     lines = ["", f"{'run':{width}}  {columns}"]
     for row in rows:
         ttft, tpot = (
             f"{_figure(row['latencies'][name]['median'])} / {_figure(row['latencies'][name]['p99'])}"
             for name in ("ttft", "tpot")
         )
-        failed = row["num_requests"] - row["num_completed"]
-        lines.append(
-            f"{row['name']:{width}}  {row['output_throughput']:9.1f}  {ttft:>22}  {tpot:>22}  {failed:6}"
+        failed = row["num_requests"] - row["num_completed"] + row["num_wrong_length"]
+        hit_rate = row["prefix_cache_hit_rate"]
+        cached = "-" if hit_rate is None else f"{hit_rate:.1%}"
+        throughput = f"{row['output_throughput']:9.1f}"
+        lines.append(f"{row['name']:{width}}  {throughput}  {ttft:>22}  {tpot:>22}  {cached:>6}  {failed:6}")
+    return "\n".join(lines)
+
+
+SPREAD = ("output_throughput", "total_throughput", "ttft_median", "tpot_median")
+"""The figures whose spread over the repeats of a run is shown."""
+
+
+def _spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return, of the repeats of one run, the median, lowest and highest of each figure in `SPREAD`."""
+    spread: dict[str, Any] = {"num_repeats": len(rows)}
+    for name in SPREAD:
+        latency, _, statistic = name.partition("_")
+        found = [row[name] if name in row else row["latencies"][latency][statistic] for row in rows]
+        values = [value for value in found if value is not None]
+        spread[name] = (
+            {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
         )
+    return spread
+
+
+def _spread_table(spreads: Sequence[Mapping[str, Any]]) -> str:
+    heading = "repeats: median (lowest - highest)"
+    width = max(len(heading), *(len(spread["name"]) for spread in spreads))
+    titles = ("output tok/s", "total tok/s", "TTFT median, ms", "TPOT median, ms")
+    columns = "".join(f"{title:>28}" for title in titles)
+    lines = ["", f"{heading:{width}}{columns}"]
+    for spread in spreads:
+        cells = [
+            f"{value['median']:.1f} ({value['min']:.1f} - {value['max']:.1f})" if value else "-"
+            for value in (spread[name] for name in SPREAD)
+        ]
+        lines.append(f"{spread['name']:{width}}" + "".join(f"{cell:>28}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -258,6 +314,7 @@ def _write(
     scenario: str,
     model: str,
     rows: Sequence[Mapping[str, Any]],
+    spreads: Sequence[Mapping[str, Any]],
     runs: Mapping[str, Sequence[Record]],
 ) -> None:
     about = {
@@ -268,7 +325,8 @@ def _write(
     }
     if arguments.json is not None:
         detailed = [{**row, "values_ms": report.latencies_ms(runs[row["name"]])} for row in rows]
-        arguments.json.write_text(json.dumps({**about, "runs": detailed}, indent=1) + "\n", encoding="utf-8")
+        content = {**about, "runs": detailed, "repeats": spreads}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if arguments.results is not None:
         arguments.results.parent.mkdir(parents=True, exist_ok=True)
         with arguments.results.open("a", encoding="utf-8") as file:

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def arrival_times(num_requests: int, *, rate: float, burst_size: int = 1, seed: int = 0) -> list[float]:
+def arrival_times(num_requests: int, *, rate: float, burst_size: int = 1, seed: int | str = 0) -> list[float]:
     """Draw when each request arrives.
 
     Args:

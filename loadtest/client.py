@@ -2,8 +2,8 @@
 
 It shares the machine with the server it measures, so it takes times once per read and looks at an event's
 bytes instead of decoding its JSON; only the few events that are not content (role, usage, error) are
-decoded. Gives one `Record` per request and never raises: what went wrong is in the record. Definitions of
-the times: `report`.
+decoded. Gives one `Record` per request and never raises: what went wrong is in the record. A kept connection
+that turns out to be closed is replaced once, and counted. Definitions of the times: `report`.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ import re
 import ssl
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from loadtest.workload import Sample
@@ -23,6 +23,11 @@ from loadtest.workload import Sample
 # so that generated text cannot look like this.
 _CONTENT_OR_END = re.compile(rb'"(?:text|content|reasoning|reasoning_content|finish_reason)"\s*:\s*"(?!")')
 _FINISH = b'"finish_reason"'
+_HAS_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"(?!")')
+# Not the `"usage": null` that some servers put into every event.
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -36,6 +41,8 @@ class Record:
         gaps_s: Between successive events with content.
         num_prompt_tokens: From the server's usage.
         num_output_tokens: From the server's usage; the number of events if it sent none.
+        num_asked_tokens: The output length asked for.
+        num_cached_tokens: Prompt tokens found in the prefix cache; None if the server does not tell.
         has_usage: Whether it sent one.
         status: HTTP status, 0 if there was no answer.
         error: None if it was answered in full.
@@ -47,9 +54,16 @@ class Record:
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_asked_tokens: int = 0
+    num_cached_tokens: int | None = None
     has_usage: bool = False
     status: int = 0
     error: str | None = None
+
+    @property
+    def has_wrong_length(self) -> bool:
+        """Whether the server says that it generated more or less than was asked."""
+        return self.has_usage and self.num_output_tokens != self.num_asked_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,10 @@ class ConnectionLost(Exception):
     """The server closed the connection before the answer was complete, or it was never opened."""
 
 
+class KeptConnectionClosed(ConnectionLost):
+    """A connection that has served before ended without a byte of the answer: the server had let go of it."""
+
+
 class Connection(asyncio.Protocol):
     """One HTTP/1.1 connection: one request at a time, answers de-chunked.
 
@@ -80,6 +98,8 @@ class Connection(asyncio.Protocol):
         self.status = 0
         self.headers: dict[str, str] = {}
         self.is_open = False
+        self._num_answers = 0
+        self._has_answer_begun = False
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
         self._body: list[bytes] = []
@@ -101,21 +121,28 @@ class Connection(asyncio.Protocol):
         if not self._in_head and not self._is_chunked and self._body_left < 0:
             self._done.set_result(None)
         else:
-            self._done.set_exception(ConnectionLost(f"connection lost: {exc or 'closed by the server'}"))
+            self._done.set_exception(self._loss(f"connection lost: {exc or 'closed by the server'}"))
+
+    def _loss(self, message: str) -> ConnectionLost:
+        is_unused = self._num_answers == 0 or self._has_answer_begun
+        return ConnectionLost(message) if is_unused else KeptConnectionClosed(message)
 
     async def exchange(self, request: bytes, on_body: Any = None) -> Answer:
         """Send one request and wait for the whole answer.
 
         Raises:
             ConnectionLost: The answer is not complete.
+            KeptConnectionClosed: Nothing of it came, on a connection that has given answers before.
         """
+        self._has_answer_begun = False
         if self._transport is None or not self.is_open:
-            raise ConnectionLost("not connected")
+            raise self._loss("not connected")
         self.on_body = on_body
         self.status, self.headers, self._body, self._in_head = 0, {}, [], True
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._done
+        self._num_answers += 1
         if self.headers.get("connection", "").lower() == "close":
             self.close()
         return Answer(self.status, self.headers, b"".join(self._body))
@@ -123,11 +150,16 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection at once; an exchange under way fails with `ConnectionLost`."""
         if self._transport is not None and self.is_open:
+            self.is_open = False
             self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Take the next bytes of the answer."""
         now_s = time.perf_counter()
+        if self._done is not None and self._done.done():
+            self.close()  # bytes that nobody asked for: what came next could not be told from an answer
+            return
+        self._has_answer_begun = True
         if self._buffer:
             data = self._buffer + data
             self._buffer = b""
@@ -197,11 +229,19 @@ class StreamReader:
         self.is_done = False
         self.num_content_events = 0
         self._rest = b""
+        self._last_event = b""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the stream came to its end: `[DONE]`, or a finish reason where no `[DONE]` is sent."""
+        return self.is_done or (not self._rest.strip() and _HAS_FINISHED.search(self._last_event) is not None)
 
     def take(self, data: bytes, now_s: float) -> None:
         """Take the next piece of the body, read at `now_s`."""
         if self._rest:
             data = self._rest + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
         *events, self._rest = data.split(b"\n\n")
         for event in events:
             found = _CONTENT_OR_END.search(event)
@@ -218,11 +258,12 @@ class StreamReader:
                 else:
                     record.first_s = now_s
             record.last_s = now_s
-            if b'"usage"' in event:
-                self._take_usage(json.loads(event.partition(b"data:")[2]))
+            self._last_event = event
+            if _USAGE.search(event) is not None:
+                self._take_usage(json.loads(_data(event)))
 
     def _take_rare(self, event: bytes) -> None:
-        data = event.strip().removeprefix(b"data:").strip()
+        data = _data(event)
         if data == b"[DONE]":
             self.is_done = True
         elif data.startswith(b"{"):
@@ -236,7 +277,14 @@ class StreamReader:
         if usage:
             self.record.num_prompt_tokens = usage["prompt_tokens"]
             self.record.num_output_tokens = usage["completion_tokens"]
+            self.record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
             self.record.has_usage = True
+
+
+def _data(event: bytes) -> bytes:
+    """Return an event's data, without its comments and other fields."""
+    lines = (line.removeprefix(b"data:").strip() for line in event.split(b"\n") if line.startswith(b"data:"))
+    return b"\n".join(lines)
 
 
 class Client:
@@ -250,6 +298,9 @@ class Client:
         temperature: Of every request; 0 is greedy.
         extra: Further fields of every request body.
         timeout_s: Most seconds for one request.
+
+    Attributes:
+        num_reconnects: Requests sent once more because a kept connection turned out to be closed.
     """
 
     def __init__(
@@ -275,9 +326,10 @@ class Client:
         self.temperature = temperature
         self.extra = dict(extra or {})
         self.timeout_s = timeout_s
+        self.num_reconnects = 0
 
     async def connect(self) -> Connection:
-        """Open a connection, or take an idle one.
+        """Take an idle connection, or open one.
 
         Raises:
             ConnectionLost: The server cannot be reached.
@@ -286,6 +338,14 @@ class Client:
             connection = self._idle.pop()
             if connection.is_open:
                 return connection
+        return await self.open()
+
+    async def open(self) -> Connection:
+        """Open a connection.
+
+        Raises:
+            ConnectionLost: The server cannot be reached.
+        """
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._ssl)
@@ -296,9 +356,32 @@ class Client:
         return connection
 
     def release(self, connection: Connection) -> None:
-        """Keep a connection for the next request."""
+        """Keep a connection for the next request, unless it is closed."""
         if connection.is_open:
             self._idle.append(connection)
+
+    async def on_connection(self, send: Callable[[Connection], Awaitable[Result]]) -> Result:
+        """Call `send` with an idle connection or a new one, and keep it afterwards.
+
+        A server may close a connection at rest just when the next request is under way. That is no failure of
+        the request: it is sent once more, on a new connection.
+
+        Raises:
+            ConnectionLost: The server cannot be reached, or `send` raised it.
+        """
+        connection = await self.connect()
+        while True:
+            try:
+                result = await send(connection)
+            except KeptConnectionClosed:
+                self.num_reconnects += 1
+                connection = await self.open()  # one that is new never raises this
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                self.release(connection)
+                return result
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -312,14 +395,8 @@ class Client:
         Raises:
             ConnectionLost: There is no complete answer.
         """
-        connection = await self.connect()
-        try:
-            answer = await connection.exchange(self.head(method, path, body))
-        except BaseException:
-            connection.close()
-            raise
-        self.release(connection)
-        return answer
+        request = self.head(method, path, body)
+        return await self.on_connection(lambda connection: connection.exchange(request))
 
     async def served_model(self) -> tuple[str, int | None]:
         """Return the name of the server's first model, and its context length if it tells.
@@ -336,27 +413,25 @@ class Client:
 
     async def complete(self, sample: Sample) -> Record:
         """Send one sample, streaming, and record what comes."""
-        record = Record(started_s=time.perf_counter())
-        connection = None
+        record = Record(num_asked_tokens=sample.max_tokens)
+        body = self.body(sample)
         try:
             async with asyncio.timeout(self.timeout_s):
-                connection = await self.connect()
-                await self.stream(connection, self.body(sample), record)
-            self.release(connection)
+                await self.on_connection(lambda connection: self.stream(connection, body, record))
         except (ConnectionLost, TimeoutError) as error:
             record.error = str(error) or f"no answer within {self.timeout_s:g} s"
-            if connection is not None:
-                connection.close()
         return record
 
     async def stream(self, connection: Connection, body: bytes, record: Record) -> None:
         """Send one streaming request on `connection` and fill in `record`.
 
+        A record that was started before keeps its start: what a second attempt takes counts from the first.
+
         Raises:
             ConnectionLost: The stream broke off.
         """
         reader = StreamReader(record)
-        record.started_s = time.perf_counter()
+        record.started_s = record.started_s or time.perf_counter()
         path = "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
         try:
             answer = await connection.exchange(self.head("POST", path, body), reader.take)
@@ -366,8 +441,8 @@ class Client:
                 record.num_output_tokens = reader.num_content_events
         if answer.status != 200:
             record.error = f"HTTP {answer.status}: {error_message(answer.body)}"
-        elif record.error is None and not reader.is_done:
-            record.error = "the stream ended without [DONE]"
+        elif record.error is None and not reader.is_complete:
+            record.error = "the stream ended without [DONE] or a finish reason"
         elif record.error is None and not record.first_s:
             record.error = "the stream had no content"
 

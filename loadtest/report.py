@@ -9,7 +9,9 @@ Takes `Record`s, gives a `Report`. Definitions, per request that was answered in
   event may carry several tokens and a read several events, hence TPOT is the figure to compare.
 * Goodput: requests per second that keep every limit given.
 
-Token counts are the server's own (`usage`). Percentiles interpolate linearly.
+Token counts are the server's own (`usage`). Runs are comparable only where their tokens are equal: an answer
+of another length than was asked for is counted, and so are prompt tokens that the server took from its prefix
+cache, where it tells. Percentiles interpolate linearly.
 """
 
 import math
@@ -65,6 +67,9 @@ class Report:
         duration_s: From the first request sent to the last answer.
         num_prompt_tokens: Of the completed requests.
         num_output_tokens: Of the completed requests.
+        num_cached_tokens: Prompt tokens that the server had in its prefix cache; None if it does not tell.
+        prefix_cache_hit_rate: The same as a share of all prompt tokens.
+        num_wrong_length: Completed requests whose output has another length than was asked for.
         num_without_usage: Completed requests whose output was counted in events, for want of `usage`.
         request_throughput: Completed requests per second.
         output_throughput: Output tokens per second.
@@ -79,12 +84,20 @@ class Report:
     duration_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int | None
+    prefix_cache_hit_rate: float | None
+    num_wrong_length: int
     num_without_usage: int
     request_throughput: float
     output_throughput: float
     total_throughput: float
     goodput: float | None
     latencies: Mapping[str, Distribution]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether every request was answered in full, with as many tokens as were asked for."""
+        return self.num_completed == self.num_requests and not self.num_wrong_length
 
     def to_json(self) -> dict[str, object]:
         """Return plain values for a JSON file; NaN becomes None."""
@@ -120,6 +133,8 @@ def summarize(
     completed = [record for record in records if record.error is None]
     num_prompt = sum(record.num_prompt_tokens for record in completed)
     num_output = sum(record.num_output_tokens for record in completed)
+    cached = [record.num_cached_tokens for record in completed if record.num_cached_tokens is not None]
+    num_cached = sum(cached) if cached else None
     num_good = (
         sum(
             # A single token has no TPOT, hence keeps any limit on it.
@@ -136,6 +151,9 @@ def summarize(
         duration_s=duration_s,
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
+        num_cached_tokens=num_cached,
+        prefix_cache_hit_rate=None if num_cached is None or not num_prompt else num_cached / num_prompt,
+        num_wrong_length=sum(record.has_wrong_length for record in completed),
         num_without_usage=sum(not record.has_usage for record in completed),
         request_throughput=len(completed) / duration_s,
         output_throughput=num_output / duration_s,
@@ -161,19 +179,30 @@ def to_table(report: Report) -> str:
         f"requests      {report.num_completed} of {report.num_requests} completed "
         f"in {report.duration_s:.2f} s",
         f"tokens        {report.num_prompt_tokens} prompt, {report.num_output_tokens} output",
+        f"prefix cache  {_cache_hits(report)}",
         f"throughput    {report.request_throughput:.2f} requests/s, "
         f"{report.output_throughput:.1f} output tok/s, {report.total_throughput:.1f} total tok/s",
     ]
     if report.goodput is not None:
         lines.append(f"goodput       {report.goodput:.2f} requests/s")
+    if report.num_wrong_length:
+        lines.append(f"wrong length  {report.num_wrong_length} answers: not as many tokens as were asked for")
     if report.num_without_usage:
-        lines.append(f"no usage      {report.num_without_usage} requests: their tokens are counted in events")
+        lines.append(
+            f"no usage      {report.num_without_usage} answers: tokens counted in events, lengths not checked"
+        )
     lines += [f"failed        {count} x {message}" for message, count in sorted(report.failures.items())]
     lines += ["", f"{'ms':12}{'mean':>10}{'median':>10}{'p90':>10}{'p99':>10}{'max':>10}"]
     for name, values in report.latencies.items():
         figures = (values.mean, values.median, values.p90, values.p99, values.max)
         lines.append(f"{name.upper():12}" + "".join(f"{figure:10.2f}" for figure in figures))
     return "\n".join(lines)
+
+
+def _cache_hits(report: Report) -> str:
+    if report.prefix_cache_hit_rate is None:
+        return "hits unknown: the server does not tell"
+    return f"{report.num_cached_tokens} prompt tokens were in it ({report.prefix_cache_hit_rate:.1%})"
 
 
 def plot(runs: Mapping[str, Sequence[Record]], path: Path) -> None:

@@ -2,11 +2,12 @@
 
 Gives `Sample`s; knows no server and no time. `random_tokens` sends token ids, so that lengths are exact
 without a tokenizer; its lengths are drawn as `vllm bench serve --dataset-name random` does. `text` cuts
-prompts from a small built-in text, for chat and for tokenizers at work; its lengths are in words.
+prompts from a small built-in text, for chat and for tokenizers at work; its lengths are in words. Samples of
+different seeds share no prompt and no shared prefix, so that a server cannot have either in its cache.
 """
 
+import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 FIRST_TOKEN_ID = 10
@@ -56,7 +57,7 @@ def random_tokens(
     range_ratio: float = 0.0,
     prefix_len: int = 0,
     vocab_size: int = 32_000,
-    seed: int = 0,
+    seed: int | str = 0,
 ) -> list[Sample]:
     """Draw prompts of random token ids.
 
@@ -64,7 +65,8 @@ def random_tokens(
         num_requests: How many.
         input_len: Mean tokens of a prompt, without the shared prefix.
         output_len: Mean tokens of an output.
-        range_ratio: Lengths are uniform in `len * (1 - ratio) … len * (1 + ratio)`; 0 fixes them. In [0, 1).
+        range_ratio: Lengths are uniform between `len * (1 - ratio)`, rounded down, and
+            `len * (1 + ratio)`, rounded up, and at least 1; a ratio of 0 fixes them. In [0, 1).
         prefix_len: Tokens that all prompts begin with, the same for all.
         vocab_size: Ids are below it.
         seed: The same seed gives the same samples.
@@ -88,33 +90,39 @@ def text(
     output_len: int,
     range_ratio: float = 0.0,
     prefix_len: int = 0,
-    seed: int = 0,
+    seed: int | str = 0,
 ) -> list[Sample]:
     """Cut prompts from the built-in text, each from a place of its own.
 
     Args:
         num_requests: How many.
-        input_len: Mean words of a prompt, without the shared prefix.
+        input_len: Mean words of a prompt, without the shared prefix; the first is a number that no other has.
         output_len: Mean tokens of an output.
         range_ratio: As in `random_tokens`.
-        prefix_len: Words that all prompts begin with.
+        prefix_len: Words that all prompts begin with; the first is a number of this seed.
         seed: The same seed gives the same samples.
     """
     source = random.Random(seed)
-    prefix = _words(0, prefix_len)
+    # A number at the front keeps two prompts from sharing a cached beginning.
+    prefix_number, *numbers = source.sample(range(10**9), num_requests + 1)
+    prefix = _words(prefix_number, source.randrange(len(TEXT)), prefix_len)
     samples = []
-    for number in range(num_requests):
-        body = _words(source.randrange(len(TEXT)), _length(source, input_len, range_ratio) - 1)
-        # A number at the front keeps two prompts from sharing a cached beginning by chance.
+    for number in numbers:
+        start, count = source.randrange(len(TEXT)), _length(source, input_len, range_ratio)
         samples.append(
-            Sample(" ".join([*prefix, f"{number}.", *body]), _length(source, output_len, range_ratio))
+            Sample(" ".join(prefix + _words(number, start, count)), _length(source, output_len, range_ratio))
         )
     return samples
 
 
+def longest(mean: int, ratio: float) -> int:
+    """Return the most that a length of this mean and spread can be."""
+    return max(1, math.ceil(mean * (1 + ratio)))
+
+
 def _length(source: random.Random, mean: int, ratio: float) -> int:
-    return max(1, source.randint(int(mean * (1 - ratio)), int(mean * (1 + ratio))))
+    return source.randint(max(1, math.floor(mean * (1 - ratio))), longest(mean, ratio))
 
 
-def _words(start: int, count: int) -> Sequence[str]:
-    return [TEXT[(start + offset) % len(TEXT)] for offset in range(max(0, count))]
+def _words(number: int, start: int, count: int) -> list[str]:
+    return [f"{number}.", *(TEXT[(start + offset) % len(TEXT)] for offset in range(count - 1))][:count]

@@ -19,7 +19,9 @@ def test_the_defaults_are_valid() -> None:
         ({"api_key": ("",)}, ["api_key", "empty"]),
         ({"host": ""}, ["host"]),
         ({"dtype": "int8"}, ["dtype", "int8", "bfloat16"]),
-        ({"device": "tpu"}, ["device", "tpu"]),
+        ({"device": "tpu"}, ["device", "tpu", "cuda:N"]),
+        ({"device": "cuda:"}, ["device", "cuda:N"]),
+        ({"device": "cpu:0"}, ["device", "cuda:N"]),
         ({"scheduling_policy": "lifo"}, ["scheduling_policy", "priority"]),
         ({"max_model_len": 0}, ["max_model_len", "0", "1"]),
         ({"max_num_seqs": -1}, ["max_num_seqs"]),
@@ -73,6 +75,11 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(ServerConfig(model="m"), **options).validate()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
+def test_every_device_that_can_be_opened_is_allowed(device: str) -> None:
+    ServerConfig(model="m", device=device).validate()
 
 
 def test_the_limits_themselves_are_allowed() -> None:

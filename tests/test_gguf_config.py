@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncserve.checkpoint import open_checkpoint
+from asyncserve.errors import CheckpointError, UnsupportedModel
 from asyncserve.gguf_config import gguf_config, gguf_generation_config, shortest_decimal
 from asyncserve.gguf_file import read_gguf_header
+from asyncserve.gpu.startup import start_runner
 from tests.fakes.demo_model import demo_model_path
 from tests.fakes.gguf_files import write_gguf
 
@@ -52,7 +55,6 @@ def test_the_demo_model_has_the_values_of_its_config_json() -> None:
         "max_position_embeddings": 8192,
         "rope_theta": 100000.0,
         "rope_scaling": None,
-        "has_rope_factors": False,
         "tie_word_embeddings": True,
         "attention_bias": False,
         "mlp_bias": False,
@@ -115,6 +117,40 @@ def test_equal_values_per_layer_become_one(tmp_path: Path) -> None:
     assert _config(tmp_path, "llama", attention__head_count_kv=[2, 4])["num_key_value_heads"] == [2, 4]
 
 
+def test_sizes_that_differ_between_layers_stay_lists_and_nothing_is_derived_from_them(tmp_path: Path) -> None:
+    config = _config(
+        tmp_path,
+        "deci",
+        attention__head_count=[8, 0],
+        attention__head_count_kv=[2, 0],
+        feed_forward_length=[160, 80],
+    )
+    assert config["architectures"] == ["deci"]
+    assert (config["num_attention_heads"], config["intermediate_size"]) == ([8, 0], [160, 80])
+    assert "head_dim" not in config
+    lists = _config(tmp_path, "llama", attention__key_length=[8, 16], rope__dimension_count=[8, 16])
+    assert lists["head_dim"] == [8, 16]
+    assert "partial_rotary_factor" not in lists
+
+
+@pytest.mark.parametrize(
+    ("architecture", "error", "message"),
+    [
+        ("deci", UnsupportedModel, "deci"),
+        ("llama", CheckpointError, r"num_attention_heads is \[8, 4\], expected a positive integer"),
+    ],
+)
+def test_a_model_whose_layers_differ_is_refused_clearly(
+    tmp_path: Path, architecture: str, error: type[Exception], message: str
+) -> None:
+    sizes = {**_SIZES, "attention.head_count": [8, 4]}
+    metadata = {f"{architecture}.{key}": value for key, value in sizes.items()}
+    file = write_gguf(tmp_path / "m.gguf", architecture=architecture, metadata=metadata)
+    checkpoint = open_checkpoint(str(file))
+    with pytest.raises(error, match=message):
+        start_runner(checkpoint, device="cpu", num_threads=1)
+
+
 def test_kv_heads_default_to_heads(tmp_path: Path) -> None:
     metadata = {"llama.attention.head_count": 8, "llama.embedding_length": 64}
     file = write_gguf(tmp_path / "m.gguf", metadata=metadata)
@@ -152,11 +188,6 @@ def test_yarn_comes_with_its_parameters_and_the_magnitude_config_json_means(tmp_
         "original_max_position_embeddings": 32768,
         "beta_fast": 32.0,
     }
-
-
-def test_llama_3_factors_are_told(tmp_path: Path) -> None:
-    tensors = {"token_embd.weight": (8, 64), "rope_freqs.weight": (4,)}
-    assert _config(tmp_path, "llama", tensors=tensors)["has_rope_factors"] is True
 
 
 def test_every_token_that_the_file_says_ends_an_answer_is_an_eos(tmp_path: Path) -> None:

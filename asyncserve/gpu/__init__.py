@@ -16,6 +16,5 @@ attention/       the seam of paged attention and its backends
 sampling/        logits → tokens and log-probabilities
 completion.py    device event → future on the event loop
 weights.py       checkpoint files → named tensors
-parallel.py      tensor parallelism as an object
 device.py        streams, events, pinned memory, memory figures, for cuda and cpu
 """

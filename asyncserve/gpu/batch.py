@@ -27,13 +27,13 @@ class Batch:
         input_ids: `[num_tokens] int32`, rows concatenated.
         positions: `[num_tokens] int64`, absolute position of each token.
         query_start: `[num_rows + 1] int32`, where each row's tokens begin; the last entry is `num_tokens`.
+            For attention kernels that take all rows at once.
         seq_lens: `[num_rows] int32`, tokens of the sequence once this step is done.
-        slots: `[num_rows] int64`.
         slot_mapping: per KV group `[num_tokens] int64`, `block_id * block_len + offset` where each token's K
             and V are written.
-        block_tables: per KV group `[num_rows, max_blocks] int32`, padded with the null block 0.
+        block_tables: per KV group `[num_rows, max_blocks] int32`. Behind the blocks of its `seq_lens` a
+            shorter row shows those it holds for later tokens, then the null block 0.
         sample_tokens: `[num_samples] int64`, index into `num_tokens` of each sampling row's last token.
-        sample_slots: `[num_samples] int64`, the slot of each sampling row.
         query_lens_host: per row, tokens computed this step (the same facts as `query_start`, on the host).
         seq_lens_host: per row, as `seq_lens`.
         num_decode_rows: How many leading rows compute a single token.
@@ -43,11 +43,9 @@ class Batch:
     positions: torch.Tensor
     query_start: torch.Tensor
     seq_lens: torch.Tensor
-    slots: torch.Tensor
     slot_mapping: tuple[torch.Tensor, ...]
     block_tables: tuple[torch.Tensor, ...]
     sample_tokens: torch.Tensor
-    sample_slots: torch.Tensor
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
     num_decode_rows: int
@@ -105,27 +103,23 @@ def build_batch(
             positions,
             query_start.astype(np.int32),
             seq_lens.astype(np.int32),
-            row_slots,
             query_start[1:][sample_rows] - 1,
-            sample_slots,
             slots.flat_indices(sample_slots, seq_lens[sample_rows]),
             *(table.slot_mapping(token_slots, positions) for table in block_tables),
             *(table.rows(row_slots, seq_lens) for table in block_tables),
         ]
     )
-    mapped = 8 + len(block_tables)
+    mapped = 6 + len(block_tables)
     batch = Batch(
         input_ids=slots.gather(uploads[0]),
         positions=uploads[1],
         query_start=uploads[2],
         seq_lens=uploads[3],
-        slots=uploads[4],
-        slot_mapping=tuple(uploads[8:mapped]),
+        slot_mapping=tuple(uploads[6:mapped]),
         block_tables=tuple(uploads[mapped:]),
-        sample_tokens=uploads[5],
-        sample_slots=uploads[6],
+        sample_tokens=uploads[4],
         query_lens_host=tuple(query_lens.tolist()),
         seq_lens_host=tuple(seq_lens.tolist()),
         num_decode_rows=num_decode_rows,
     )
-    return batch, uploads[7]
+    return batch, uploads[5]

@@ -14,7 +14,7 @@ from asyncserve.gpu.staging import Int32Array, Int64Array
 from asyncserve.step import BlockAppend, ScheduledSequence
 
 NULL_BLOCK = 0
-"""Pads short tables; holds zeros and belongs to nobody."""
+"""Fills the unused end of a table; holds zeros and belongs to nobody."""
 
 
 class BlockTable:
@@ -92,7 +92,9 @@ class BlockTable:
             seq_lens: `[num_rows]`, tokens of each row once the step is done.
 
         Returns:
-            `[num_rows, max_blocks]`, as wide as the longest row needs, padded with the null block.
+            `[num_rows, max_blocks]`, as wide as the longest row needs. Behind the blocks of its length a
+            shorter row shows those it holds for later tokens, then the null block: no position there is
+            to be attended.
 
         Raises:
             InvariantError: A table does not cover its row's length.

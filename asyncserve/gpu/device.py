@@ -14,6 +14,8 @@ import torch
 
 from asyncserve.errors import ConfigError
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 class MemoryInfo(NamedTuple):
     """Bytes of the device's memory (on a CPU: of the machine, or of the container's limit)."""
@@ -39,11 +41,13 @@ class Device(Protocol):
         torch_device: What tensors are created on.
         name: For people.
         is_async: Whether kernels run after the call that launches them returned.
+        has_fast_bfloat16: Whether it multiplies bfloat16 matrices in hardware.
     """
 
     torch_device: torch.device
     name: str
     is_async: bool
+    has_fast_bfloat16: bool
 
     def activate(self) -> None:
         """Make the calling thread the device thread: its device, stream and number of threads."""
@@ -112,6 +116,9 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.num_threads = num_threads if num_threads is not None else usable_cores()
         self.name = f"cpu ({_processor_name()}, {self.num_threads} threads)"
+        # These are private in torch 2.11 to 2.13 and absent before; without them float32 is the safe choice.
+        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        self.has_fast_bfloat16 = any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
 
     def activate(self) -> None:
         """Set the number of kernel threads."""
@@ -120,7 +127,7 @@ class CpuDevice:
     def memory(self) -> MemoryInfo:
         """Return what the machine, or the container's limit if lower, has left."""
         machine = _machine_memory()
-        container = _container_memory()
+        container = container_memory()
         return machine if container is None else min(machine, container)
 
     def reset_peak(self) -> None:
@@ -191,6 +198,8 @@ class CudaDevice:
             raise ConfigError(f"device is cuda, but there is no CUDA device {index}; use --device cpu")
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
+        with torch.cuda.device(self.torch_device):
+            self.has_fast_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         self._main = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._copy = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
@@ -266,19 +275,10 @@ def open_device(kind: str, *, num_threads: int | None = None) -> Device:
     return CudaDevice(index=int(index or 0))
 
 
-def has_fast_bfloat16(device: Device) -> bool:
-    """Say whether the device multiplies bfloat16 matrices in hardware."""
-    if device.torch_device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    # These are private in torch 2.11 to 2.13 and absent before; without them float32 is the safe choice.
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
-
-
 def usable_cores() -> int:
     """Return how many cores this process may use: its affinity, cut to the container's quota."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read_words(Path("/sys/fs/cgroup/cpu.max"))
+    quota = _read_words(_CGROUP / "cpu.max")
     if len(quota) == 2 and quota[0] != "max":
         num_cores = min(num_cores, max(1, int(quota[0]) // int(quota[1])))
     return num_cores
@@ -296,12 +296,22 @@ def _machine_memory() -> MemoryInfo:
         return MemoryInfo(total_bytes // 2, total_bytes)
 
 
-def _container_memory() -> MemoryInfo | None:
-    limit = _read_words(Path("/sys/fs/cgroup/memory.max"))
-    used = _read_words(Path("/sys/fs/cgroup/memory.current"))
+def container_memory(cgroup: Path = _CGROUP) -> MemoryInfo | None:
+    """Return what a control group's limit leaves; None if it has none.
+
+    Args:
+        cgroup: Its folder (version 2).
+    """
+    limit = _read_words(cgroup / "memory.max")
+    used = _read_words(cgroup / "memory.current")
     if not limit or not used or limit[0] == "max":
         return None
-    return MemoryInfo(max(0, int(limit[0]) - int(used[0])), int(limit[0]))
+    stat = _read_words(cgroup / "memory.stat")
+    figures = dict(zip(stat[::2], map(int, stat[1::2]), strict=True))
+    # The page cache counts as used, but the kernel drops it when memory is asked for.
+    cached_bytes = figures.get("inactive_file", 0) + figures.get("active_file", 0)
+    free_bytes = int(limit[0]) - int(used[0]) + cached_bytes
+    return MemoryInfo(min(max(0, free_bytes), int(limit[0])), int(limit[0]))
 
 
 def _read_words(path: Path) -> list[str]:

@@ -59,11 +59,6 @@ class KVCache:
         self.values = [layers[layer_id][1] for layer_id in range(len(layers))]
         self.group_of_layer = [layers[layer_id][2] for layer_id in range(len(layers))]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors (on a CPU most of them untouched, hence not resident, at first)."""
-        return sum(storage.numel() * storage.element_size() for storage in self._storages)
-
     def zero_blocks(self, group_id: int, block_ids: torch.Tensor) -> None:
         """Zero whole blocks in every layer of a group.
 

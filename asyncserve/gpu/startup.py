@@ -18,7 +18,7 @@ from torch import nn
 from asyncserve.checkpoint import Checkpoint
 from asyncserve.errors import ConfigError, OutOfDeviceMemory
 from asyncserve.gpu.attention.registry import load_attention
-from asyncserve.gpu.device import Device, has_fast_bfloat16, open_device
+from asyncserve.gpu.device import Device, open_device
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.layers.rotary import read_rope_parameters
 from asyncserve.gpu.models.interface import Model
@@ -33,9 +33,12 @@ from asyncserve.step import BlockAppend, ExecutorInfo, ScheduledSequence, SlotAs
 logger = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
-_CPU_KV_BYTES = 1024 * _MIB
+_CPU_KV_BYTES = 768 * _MIB
 _DEFAULT_CONTEXT_LEN = 2048
 """For a configuration that does not say what the model was trained for."""
+
+_DUMMY_BLOCK = 1
+"""Where the sequences of profile and warm-up keep everything; block 0 is the null block."""
 
 
 def start_runner(
@@ -56,6 +59,7 @@ def start_runner(
     num_threads: int | None = None,
     seed: int = 0,
     async_scheduling: bool = True,
+    enable_chunked_prefill: bool = True,
 ) -> tuple[ModelRunner, ExecutorInfo]:
     """Load a model and return what runs it and what it offers.
 
@@ -68,7 +72,7 @@ def start_runner(
             KV cache holds.
         max_num_seqs: Most sequences at once; None for 256 on a GPU, 64 on a CPU.
         max_num_batched_tokens: Most tokens of a step, at least `max_num_seqs`; None for 8192 on a GPU, 512 on
-            a CPU.
+            a CPU, or what the other options need if that is more.
         block_len: Tokens per KV block.
         kv_cache_dtype: auto (that of the model) or a key of `DTYPE_BYTES`.
         gpu_memory_utilization: Share of a GPU's memory to use, in (0, 1].
@@ -78,6 +82,8 @@ def start_runner(
         num_threads: Threads of CPU kernels; None for the cores this process may use.
         seed: Of dummy weights.
         async_scheduling: Whether a second step may be submitted while one runs.
+        enable_chunked_prefill: Whether a prompt may be computed over several steps; if not, a step must take
+            the longest one.
 
     Raises:
         ConfigError: An option cannot work.
@@ -97,8 +103,12 @@ def start_runner(
         num_slots = 256 if is_gpu else 64
         if token_budget is not None:
             num_slots = min(num_slots, token_budget)
+    trained_len = context_len(checkpoint.config)
+    wanted_len = max_model_len if max_model_len is not None else trained_len
+    # Without chunked prefill a prompt is computed in one step, so a step must take the longest.
+    least_budget = num_slots if enable_chunked_prefill else max(num_slots, wanted_len)
     if token_budget is None:
-        token_budget = max(8192 if is_gpu else 512, num_slots)
+        token_budget = max(8192 if is_gpu else 512, least_budget)
     for name, value in (
         ("max_num_seqs", num_slots),
         ("max_num_batched_tokens", token_budget),
@@ -112,15 +122,18 @@ def start_runner(
             f"max_num_batched_tokens is {token_budget}, below max_num_seqs {num_slots}; raise the one or "
             "lower the other"
         )
-    trained_len = context_len(checkpoint.config)
     if max_model_len is not None and not 1 <= max_model_len <= trained_len:
         raise ConfigError(
             f"max_model_len is {max_model_len}; it must lie in [1, {trained_len}], the model's context length"
         )
+    if token_budget < least_budget:
+        raise ConfigError(
+            f"max_num_batched_tokens is {token_budget}, below max_model_len {wanted_len}: without "
+            "enable_chunked_prefill a prompt must fit one step; raise the one or lower the other"
+        )
 
     model, weights_bytes = _load_model(checkpoint, opened, dtype=dtype, load_format=load_format, seed=seed)
     groups = group_layers(model.kv_specs(block_len=block_len, dtype=kv_dtype))
-    wanted_len = max_model_len if max_model_len is not None else trained_len
 
     def make_runner(sized: tuple[KVGroup, ...], model_len: int) -> ModelRunner:
         return ModelRunner(
@@ -135,7 +148,7 @@ def start_runner(
 
     activation_bytes = 0
     if is_gpu and kv_cache_memory_bytes is None and num_gpu_blocks_override is None:
-        activation_bytes = _profile(
+        activation_bytes = profile(
             make_runner,
             groups,
             opened,
@@ -190,8 +203,8 @@ def start_runner(
 def choose_dtype(asked: str, config: Mapping[str, Any], device: Device) -> str:
     """Return the dtype of weights and activations.
 
-    On a GPU auto is the checkpoint's own, with float32 taken as bfloat16; on a CPU bfloat16 where the
-    processor multiplies it in hardware, else float32.
+    On a GPU auto is the checkpoint's own, with float32 taken as bfloat16, and bfloat16 as float16 where the
+    hardware has none; on a CPU bfloat16 where the processor multiplies it in hardware, else float32.
 
     Raises:
         ConfigError: Unknown name.
@@ -199,9 +212,9 @@ def choose_dtype(asked: str, config: Mapping[str, Any], device: Device) -> str:
     if asked != "auto":
         return _known_dtype("dtype", asked)
     if device.torch_device.type == "cpu":
-        return "bfloat16" if has_fast_bfloat16(device) else "float32"
+        return "bfloat16" if device.has_fast_bfloat16 else "float32"
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return "float16" if stored == "float16" else "bfloat16"
+    return "float16" if stored == "float16" or not device.has_fast_bfloat16 else "bfloat16"
 
 
 def _known_dtype(option: str, name: str) -> str:
@@ -309,7 +322,7 @@ def size_pool(
         )
     else:
         room = min(_CPU_KV_BYTES, memory.free_bytes // 4)
-        reason = "1 GiB, at most a quarter of the available memory"
+        reason = f"at most {_CPU_KV_BYTES // _MIB} MiB and a quarter of the available memory"
         advice = "lower --max-model-len, set --kv-cache-memory-bytes, or use a smaller dtype"
         if room < needed_bytes <= memory.free_bytes // 2:
             room, reason = needed_bytes, "one sequence of max_model_len"
@@ -368,7 +381,7 @@ def _load_model(
     return model, weights_bytes
 
 
-def _profile(
+def profile(
     make_runner: Callable[[tuple[KVGroup, ...], int], ModelRunner],
     groups: tuple[KVGroup, ...],
     device: Device,
@@ -377,28 +390,33 @@ def _profile(
     token_budget: int,
     model_len: int,
 ) -> int:
-    """Run steps of the full token budget with a small cache; return what they need besides weights and cache.
+    """Run the largest steps there can be over a tiny cache; return what they need besides weights and cache.
 
     What the runner keeps for good (token history, sampler state) counts too: it is there beside the cache.
     """
     block_len = groups[0].spec.block_len
     before_bytes = device.allocated_bytes()
-    longest = max(1, model_len - 1)
-    # A few long prompts ask most of attention, one row per slot asks most of the sampler.
-    loads = [
-        [min(longest, max(1, token_budget // num_sequences))] * num_sequences
-        for num_sequences in (min(num_slots, max(1, token_budget // longest)), num_slots)
-    ]
-    num_blocks = 1 + max(len(lens) * _blocks_for(lens[0] + 1, block_len) for lens in loads)
-    sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
+    sized = tuple(replace(group, num_blocks=_DUMMY_BLOCK + 1) for group in groups)
     runner = make_runner(sized, model_len)
     device.reset_peak()
-    for lens in loads:
-        prefill, _, release = _dummy_steps(lens, groups, block_len, temperature=1.0, top_p=0.9)
-        runner.run(prefill).wait()
-        runner.run(release).wait()
+    longest = max(1, model_len - 1)
+    chunk = min(longest, token_budget)
+    few = min(num_slots, max(1, token_budget // longest))
+    bytes_per_sequence = _bytes_per_block(groups) * _blocks_for(longest, block_len)
+    num_long = min(num_slots, max(1, device.memory().free_bytes // bytes_per_sequence))
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    for rows in (
+        # A few long prompts ask most of the layers, one row per slot asks most of the sampler.
+        [(0, min(longest, token_budget // few))] * few,
+        [(0, min(longest, token_budget // num_slots))] * num_slots,
+        # The end of the longest prompt attends to the most cached positions.
+        [(longest - chunk, chunk)],
+        # Decode steps over all the memory there could be for a cache, beside short ones.
+        [(longest - 1, 1)] * num_long + [(0, 1)] * (num_slots - num_long),
+    ):
+        run_dummy_rows(runner, rows, block_len=block_len, sampling=sampling)
     device.synchronize()
-    cache_bytes = num_blocks * _bytes_per_block(groups)
+    cache_bytes = (_DUMMY_BLOCK + 1) * _bytes_per_block(groups)
     activation_bytes = device.peak_bytes() - before_bytes - cache_bytes
     del runner
     device.empty_cache()
@@ -408,45 +426,39 @@ def _profile(
 def _warm_up(runner: ModelRunner, *, block_len: int, model_len: int) -> None:
     """Run a prefill and a decode step, so that the first request meets warm kernels, and drop the results."""
     prompt_len = max(1, min(2 * block_len, model_len - 1))
-    for step in _dummy_steps([prompt_len], runner.kv_groups, block_len):
-        runner.run(step).wait()
+    for row in ((0, prompt_len), (prompt_len - 1, 1)):
+        run_dummy_rows(runner, [row], block_len=block_len, sampling=SamplingParams(temperature=0.0))
 
 
-def _dummy_steps(
-    prompt_lens: list[int],
-    groups: tuple[KVGroup, ...],
-    block_len: int,
-    *,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-) -> tuple[StepPlan, StepPlan, StepPlan]:
-    """Return plans: prefill of all prompts, one decode step of each, and their release."""
-    sampling = SamplingParams(temperature=temperature, top_p=top_p)
-    next_block = 1
-    admitted = []
-    appends = []
-    prefills = []
-    decodes = []
-    for slot, prompt_len in enumerate(prompt_lens):
-        admitted.append(
-            SlotAssignment(
-                slot=slot,
-                token_ids=array("i", [0]) * prompt_len,
-                prompt_len=prompt_len,
-                sampling=sampling,
-                seed=0,
-            )
+def run_dummy_rows(
+    runner: ModelRunner, rows: list[tuple[int, int]], *, block_len: int, sampling: SamplingParams
+) -> None:
+    """Run one step and forget its sequences.
+
+    The K and V of them all lie in one block again and again, so however long they are, they need no cache.
+
+    Args:
+        runner: Without sequences.
+        rows: (start, num_tokens) of each; single tokens first.
+        block_len: Of the cache.
+        sampling: Of every row.
+    """
+    for slot, (start, num_tokens) in enumerate(rows):
+        assignment = SlotAssignment(
+            slot=slot,
+            token_ids=array("i", [0]) * (start + num_tokens),
+            prompt_len=start + num_tokens,
+            sampling=sampling,
+            seed=0,
         )
-        num_blocks = _blocks_for(prompt_len + 1, block_len)
-        block_ids = tuple(range(next_block, next_block + num_blocks))
-        next_block += num_blocks
-        appends += [BlockAppend(group.group_id, slot, block_ids) for group in groups]
-        prefills.append(ScheduledSequence(slot, 0, prompt_len, samples=True))
-        decodes.append(ScheduledSequence(slot, prompt_len, 1, samples=True))
-    return (
-        StepPlan(
-            step_id=0, sequences=tuple(prefills), admitted=tuple(admitted), block_appends=tuple(appends)
-        ),
-        StepPlan(step_id=1, sequences=tuple(decodes)),
-        StepPlan(step_id=2, sequences=(), released_slots=tuple(range(len(prompt_lens)))),
+        block_ids = (_DUMMY_BLOCK,) * _blocks_for(start + num_tokens, block_len)
+        appends = tuple(BlockAppend(group.group_id, slot, block_ids) for group in runner.kv_groups)
+        # A plan each: a server, too, admits what one step can begin, and not all its slots at full length.
+        plan = StepPlan(step_id=0, sequences=(), admitted=(assignment,), block_appends=appends)
+        runner.run(plan).wait()
+    sequences = tuple(
+        ScheduledSequence(slot, start, num_tokens, samples=True)
+        for slot, (start, num_tokens) in enumerate(rows)
     )
+    runner.run(StepPlan(step_id=0, sequences=sequences)).wait()
+    runner.run(StepPlan(step_id=0, sequences=(), released_slots=tuple(range(len(rows))))).wait()

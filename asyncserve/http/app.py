@@ -33,6 +33,7 @@ def build_app(
     *,
     model_names: Sequence[str],
     metrics_renderer: Callable[[], bytes],
+    on_rejected: Callable[[Exception], None] = lambda error: None,
     default_sampling: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
     max_logprobs: int = 20,
@@ -48,6 +49,8 @@ def build_app(
         engine: Started or not; until it is, generating requests get 503.
         model_names: Names clients may use, the first being the one reported.
         metrics_renderer: Gives the text of /metrics.
+        on_rejected: Told of each generating request that is refused before the engine hears of it (bad
+            fields, an unknown model); the engine's observer is told of the others.
         default_sampling: Sampling values (fields of `SamplingParams`) where a request leaves them unset.
         api_keys: Keys, one of which clients must send; none means open.
         max_logprobs: Most log-probabilities a client may ask for with each token.
@@ -69,6 +72,7 @@ def build_app(
         health_timeout_s=health_timeout_s,
         stall_timeout_s=stall_timeout_s,
         metrics_renderer=metrics_renderer,
+        on_rejected=on_rejected,
         created=int(time.time()),
         clock=clock,
         token_texts=TokenTexts(engine.tokenizer.token_bytes, engine.tokenizer.is_special),

@@ -1,7 +1,8 @@
 """API keys: who may use the server.
 
-Deny by default: every path needs a key but those of `OPEN_PATHS`, unknown paths included. Keys are compared
-as hashes and in constant time, all of them each time, so that neither their length nor their order shows.
+Deny by default: every path needs a key but those of `OPEN_PATHS`, unknown paths included. Only OPTIONS, which
+browsers send without a key, needs none; no path takes it. Keys are compared as hashes and in constant time,
+all of them each time, so that neither their length nor their order shows.
 """
 
 import hashlib

@@ -6,30 +6,29 @@ then the usage if asked for, then `[DONE]`.
 """
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import orjson
 from aiohttp import web
 
 from asyncserve.errors import InvalidRequest, RequestError
-from asyncserve.http.failures import failure_of
-from asyncserve.http.generation import collect, stream, usage_object
+from asyncserve.http.generation import Shapes, engine_requests, includes_usage, respond, usage_object
 from asyncserve.http.logprobs import TokenTexts, chat_content
 from asyncserve.http.schema import (
     ChatBody,
-    ContentPart,
     Message,
     TokenizeBody,
     check_common,
     check_num_logprobs,
     sampling_params,
 )
-from asyncserve.http.serving import REQUEST_ID_HEADER, SERVING, Serving, request_id_of
-from asyncserve.request import ChatPrompt, Request, RequestOutput, SamplingParams, Usage
+from asyncserve.http.serving import SERVING, Serving, request_id_of
+from asyncserve.loop.chat_template import joined_text
+from asyncserve.request import ChatPrompt, RequestOutput, SamplingParams, Usage
 
+LARGE_BODY_BYTES = 64 * 1024
+"""Conversations in bodies above this are put together in a thread: their parts may be many thousands."""
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -44,55 +43,35 @@ async def chat(http_request: web.Request) -> web.StreamResponse:
     """Answer POST /v1/chat/completions."""
     serving = http_request.app[SERVING]
     arrival_s = serving.clock()
-    body = serving.bodies.decode(await http_request.read(), ChatBody)
-    model = serving.model_name(body.model)
-    check_common(body)
-    if body.add_special_tokens:
-        raise InvalidRequest(
-            "add_special_tokens is not supported for chat: the template says which tokens a prompt has",
-            param="add_special_tokens",
-        )
-    sampling = _sampling(body, serving)
+    data = await http_request.read()
+    with serving.refusals_counted():
+        body = serving.bodies.decode(data, ChatBody)
+        model = serving.model_name(body.model)
+        check_common(body)
+        if body.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens is not supported for chat: the template says which tokens a prompt has",
+                param="add_special_tokens",
+            )
+        sampling = _sampling(body, serving)
+        prompt = await chat_prompt(body, len(data))
     request_id = request_id_of(http_request, body.request_id)
     response_id = f"chatcmpl-{request_id}"
-    request = Request(
-        request_id=serving.engine_id(response_id),
-        prompt=chat_prompt(body),
-        sampling=sampling,
-        arrival_s=arrival_s,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
-    )
-    options = body.stream_options
     shapes = ChatShapes(
         response_id=response_id,
         model=model,
-        created=int(time.time()),
         texts=serving.token_texts,
         gives_logprobs=sampling.num_logprobs is not None,
-        includes_usage=options is not None and bool(options.include_usage),
+        includes_usage=includes_usage(body),
+    )
+    requests = engine_requests(
+        serving, body, [prompt], sampling, response_id=response_id, arrival_s=arrival_s
     )
     try:
-        if body.stream:
-            return await stream(
-                http_request,
-                serving,
-                [request],
-                shapes,
-                request_id=request_id,
-                wants_usage=shapes.includes_usage
-                and options is not None
-                and bool(options.continuous_usage_stats),
-            )
-        [collected] = await collect(serving, [request])
+        return await respond(http_request, serving, body, requests, shapes, request_id=request_id)
     except RequestError as error:
-        raise _as_asked(error, body) from error
-    if sampling.num_logprobs is None:
-        answer = shapes.answer(collected.outputs, collected.usage)
-    else:
-        # Thousands of tokens with twenty rivals each take a while to write down.
-        answer = await asyncio.to_thread(shapes.answer, collected.outputs, collected.usage)
-    return web.Response(body=answer, content_type="application/json", headers={REQUEST_ID_HEADER: request_id})
+        _name_as_asked(error, body)
+        raise
 
 
 def _sampling(body: ChatBody, serving: Serving) -> SamplingParams:
@@ -108,24 +87,33 @@ def _sampling(body: ChatBody, serving: Serving) -> SamplingParams:
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
     except RequestError as error:
-        raise _as_asked(error, body) from error
+        _name_as_asked(error, body)
+        raise
 
 
-def _as_asked(error: RequestError, body: ChatBody) -> RequestError:
+def _name_as_asked(error: RequestError, body: ChatBody) -> None:
     """Name the output limit in an error as the client did."""
     if error.param == "max_tokens" and body.max_completion_tokens is not None:
         error.message = error.message.replace("max_tokens", "max_completion_tokens")
         error.args = (error.message,)
         error.param = "max_completion_tokens"
-    return error
 
 
-def chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
+async def chat_prompt(body: ChatBody | TokenizeBody, num_bytes: int) -> ChatPrompt:
     """Return the prompt that a conversation's fields describe.
+
+    Args:
+        num_bytes: Length of the body it came in.
 
     Raises:
         InvalidRequest: There are no messages, or one of them cannot be shown to the model.
     """
+    if num_bytes <= LARGE_BODY_BYTES:
+        return _chat_prompt(body)
+    return await asyncio.to_thread(_chat_prompt, body)
+
+
+def _chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
     if not body.messages:
         raise InvalidRequest("messages is missing or empty", param="messages")
     continues = bool(body.continue_final_message)
@@ -156,7 +144,7 @@ def _message(index: int, message: Message) -> Mapping[str, Any]:
         )
     if message.content is None and not (role == "assistant" and message.tool_calls):
         raise InvalidRequest(f"{where} has no content", param=f"{where}.content")
-    shown: dict[str, Any] = {"role": role, "content": _text(f"{where}.content", message.content)}
+    shown: dict[str, Any] = {"role": role, "content": joined_text(message.content or "", f"{where}.content")}
     if message.name is not None:
         shown["name"] = message.name
     if message.tool_call_id is not None:
@@ -166,22 +154,6 @@ def _message(index: int, message: Message) -> Mapping[str, Any]:
     if message.tool_calls:
         shown["tool_calls"] = [_tool_call(f"{where}.tool_calls", call) for call in message.tool_calls]
     return shown
-
-
-def _text(where: str, content: str | list[ContentPart] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for index, part in enumerate(content):
-        if part.type != "text":
-            raise InvalidRequest(
-                f"{where}[{index}] has the type {part.type[:64]!r}; this model takes only text",
-                param=f"{where}[{index}].type",
-            )
-        if part.text is None:
-            raise InvalidRequest(f"{where}[{index}] has no text", param=f"{where}[{index}].text")
-        texts.append(part.text)
-    return "\n".join(texts)
 
 
 def _tool_call(where: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -196,39 +168,29 @@ def _tool_call(where: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-class ChatShapes:
-    """What answers of /v1/chat/completions look like; one object per call, a `ChunkRenderer` too."""
+class ChatShapes(Shapes):
+    """What answers of /v1/chat/completions look like."""
+
+    WHOLE = "chat.completion"
+    CHUNK = "chat.completion.chunk"
 
     def __init__(
-        self,
-        *,
-        response_id: str,
-        model: str,
-        created: int,
-        texts: TokenTexts,
-        gives_logprobs: bool,
-        includes_usage: bool,
+        self, *, response_id: str, model: str, texts: TokenTexts, gives_logprobs: bool, includes_usage: bool
     ) -> None:
-        self.includes_usage = includes_usage
+        super().__init__(
+            response_id=response_id, model=model, includes_usage=includes_usage, gives_logprobs=gives_logprobs
+        )
         self._texts = texts
-        self._gives_logprobs = gives_logprobs
-        self._ids = {"id": response_id}
-        self._facts = {"created": created, "model": model}
 
-    def answer(self, outputs: Sequence[RequestOutput], usage: Usage) -> bytes:
-        """Return the whole answer, from one output per choice."""
-        choices = [
-            {
-                "index": output.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": self._logprobs(output),
-                "finish_reason": None if output.finish_reason is None else output.finish_reason.value,
-                "stop_reason": output.stop_reason,
-            }
-            for output in outputs
-        ]
-        head = {**self._ids, "object": "chat.completion", **self._facts}
-        return orjson.dumps({**head, "choices": choices, "usage": usage_object([usage])})
+    def whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """Return one choice of an answer in one piece."""
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": self._logprobs(output),
+            "finish_reason": None if output.finish_reason is None else output.finish_reason.value,
+            "stop_reason": output.stop_reason,
+        }
 
     def frame(self, index: int) -> tuple[bytes, bytes]:
         """Return what stands around the text of an event with nothing but text."""
@@ -252,18 +214,8 @@ class ChatShapes:
             events.append(self._delta(index, {}, usage=counts, finish=finish))
         return events
 
-    def last_events(self, usages: Sequence[Usage]) -> list[bytes]:
-        """Render the usage, if asked for, and the end mark."""
-        if not self.includes_usage:
-            return [b"[DONE]"]
-        return [self._chunk([], usage_object(usages)), b"[DONE]"]
-
-    def error(self, error: BaseException) -> bytes:
-        """Render the event that ends a stream in failure."""
-        return orjson.dumps(failure_of(error).as_object())
-
     def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
-        if not self._gives_logprobs:
+        if not self.gives_logprobs:
             return None
         return {"content": chat_content(output.logprobs or (), self._texts), "refusal": None}
 
@@ -283,13 +235,7 @@ class ChatShapes:
             "finish_reason": None,
             **(finish or {}),
         }
-        return self._chunk([choice], usage)
-
-    def _chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None) -> bytes:
-        chunk = {**self._ids, "object": "chat.completion.chunk", **self._facts, "choices": choices}
-        if self.includes_usage:
-            chunk["usage"] = usage
-        return orjson.dumps(chunk)
+        return self.chunk([choice], usage)
 
 
 def _before_output(usage: Usage) -> Usage:

@@ -17,7 +17,6 @@ from aiohttp.typedefs import Handler
 
 from asyncserve.errors import (
     AsyncserveError,
-    DeadlineExceeded,
     EngineStopped,
     InvalidRequest,
     NotReady,
@@ -37,7 +36,6 @@ KINDS: Mapping[type[Exception], tuple[str, str | None]] = {
     PromptTooLong: (INVALID, "context_length_exceeded"),
     UnknownModel: (INVALID, "model_not_found"),
     Overloaded: ("rate_limit_error", "overloaded"),
-    DeadlineExceeded: ("timeout_error", "deadline_exceeded"),
     RequestError: (INVALID, None),
     NotReady: (OURS, "not_ready"),
     EngineStopped: (OURS, "engine_stopped"),
@@ -133,7 +131,7 @@ def response_to(error: BaseException) -> web.Response:
 
 @web.middleware
 async def answer_failures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn whatever a handler raises into an error response; the only place where bugs are caught."""
+    """Turn whatever a handler raises into an error response, bugs included, which are logged here."""
     try:
         return await handler(request)
     except web.HTTPRequestEntityTooLarge as error:

@@ -1,28 +1,179 @@
 """One HTTP call's way through the engine: submit its requests, wait for their output, abort what is left.
 
-Both generating endpoints use it: `collect` for answers in one piece, `stream` for events. Whatever ends the
-wait (the answer, an error, the client's leaving, which cancels the handler), every request of the call is
-aborted at the end; for those that are done, that is nothing.
+Both generating endpoints use it: `engine_requests` and `respond` for a call, `Shapes` for what their answers
+have in common. `collect` gives answers in one piece, `stream` events. Whatever ends the wait (the answer, an
+error, the client's leaving, which cancels the handler), every request of the call is aborted at the end; for
+those that are done, that is nothing.
 """
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import orjson
 from aiohttp import web
 
 from asyncserve.errors import EngineError
+from asyncserve.http.failures import failure_of
+from asyncserve.http.schema import GenerationBody
 from asyncserve.http.serving import REQUEST_ID_HEADER, Serving
-from asyncserve.http.sse import ChunkRenderer, EventStream, StreamEnd, merge_all, total_usage
-from asyncserve.request import FinishReason, Request, RequestOutput, Usage
+from asyncserve.http.sse import EventStream, StreamEnd
+from asyncserve.request import (
+    FinishReason,
+    OutputSink,
+    Prompt,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Usage,
+    merge_all,
+    total_usage,
+)
 
 EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would hold events back
 }
+
+
+OnBegun = Callable[[Sequence["array[int]"]], Awaitable[None]]
+"""Awaited with a call's tokenized prompts before anything of its answer is written."""
+
+
+class Shapes(ABC):
+    """What the answers to a call look like, as far as both endpoints agree; a `ChunkRenderer`.
+
+    Args:
+        response_id: The `id` of answers and events.
+        model: The name the client used.
+        includes_usage: A stream ends with the usage, and its events have a place for it.
+        gives_logprobs: Answers hold log-probabilities.
+    """
+
+    WHOLE: ClassVar[str]
+    """`object` of an answer in one piece."""
+    CHUNK: ClassVar[str]
+    """`object` of an event."""
+
+    def __init__(self, *, response_id: str, model: str, includes_usage: bool, gives_logprobs: bool) -> None:
+        self.includes_usage = includes_usage
+        self.gives_logprobs = gives_logprobs
+        self._id = response_id
+        self._facts = {"created": int(time.time()), "model": model}
+
+    def answer(self, outputs: Sequence[RequestOutput], usages: Sequence[Usage]) -> bytes:
+        """Return the whole answer, from one output per choice and one usage per prompt."""
+        choices = [self.whole_choice(index, output) for index, output in enumerate(outputs)]
+        return self._body(self.WHOLE, choices, {"usage": usage_object(usages)})
+
+    @abstractmethod
+    def whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """Return one choice of an answer in one piece."""
+
+    @abstractmethod
+    def frame(self, index: int) -> tuple[bytes, bytes]:
+        """See `ChunkRenderer`."""
+
+    @abstractmethod
+    def events(
+        self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | None
+    ) -> list[bytes]:
+        """See `ChunkRenderer`."""
+
+    def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
+        """Render one event."""
+        return self._body(self.CHUNK, choices, {"usage": usage} if self.includes_usage else {})
+
+    def last_events(self, usages: Sequence[Usage]) -> list[bytes]:
+        """Render the usage, if asked for, and the end mark."""
+        if not self.includes_usage:
+            return [b"[DONE]"]
+        return [self.chunk([], usage_object(usages)), b"[DONE]"]
+
+    def error(self, error: BaseException) -> bytes:
+        """Render the event that ends a stream in failure."""
+        return orjson.dumps(failure_of(error).as_object())
+
+    def _body(self, kind: str, choices: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> bytes:
+        return orjson.dumps({"id": self._id, "object": kind, **self._facts, "choices": choices, **more})
+
+
+def engine_requests(
+    serving: Serving,
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    response_id: str,
+    arrival_s: float,
+) -> list[Request]:
+    """Return one request per prompt, under ids the engine has not seen."""
+    return [
+        Request(
+            request_id=serving.engine_id(response_id),
+            prompt=prompt,
+            sampling=sampling,
+            arrival_s=arrival_s,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+        )
+        for prompt in prompts
+    ]
+
+
+def includes_usage(body: GenerationBody) -> bool:
+    """Return whether a stream is to end with its usage."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+async def respond(
+    http_request: web.Request,
+    serving: Serving,
+    body: GenerationBody,
+    requests: Sequence[Request],
+    shapes: Shapes,
+    *,
+    request_id: str,
+    on_begun: OnBegun | None = None,
+) -> web.StreamResponse:
+    """Answer a call as its body asks: with events, or in one piece.
+
+    Args:
+        requests: Choices are numbered through all of them, in order.
+        request_id: For the response's header.
+
+    Raises:
+        AsyncserveError: A request was refused or failed before the response began.
+    """
+    options = body.stream_options
+    if body.stream:
+        return await stream(
+            http_request,
+            serving,
+            requests,
+            shapes,
+            request_id=request_id,
+            wants_usage=shapes.includes_usage
+            and options is not None
+            and bool(options.continuous_usage_stats),
+            on_begun=on_begun,
+        )
+    collected = await collect(serving, requests)
+    if on_begun is not None:
+        await on_begun([each.prompt_token_ids for each in collected])
+    outputs = [output for each in collected for output in each.outputs]
+    usages = [each.usage for each in collected]
+    if shapes.gives_logprobs:
+        # Thousands of tokens with twenty rivals each take a while to write down.
+        answer = await asyncio.to_thread(shapes.answer, outputs, usages)
+    else:
+        answer = shapes.answer(outputs, usages)
+    return web.Response(body=answer, content_type="application/json", headers={REQUEST_ID_HEADER: request_id})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +257,7 @@ async def collect(serving: Serving, requests: Sequence[Request]) -> list[Collect
     gathering = _Gathering(len(requests))
     sinks = [CollectingSink(gathering, request.sampling.n) for request in requests]
     try:
-        for request, sink in zip(requests, sinks, strict=True):
-            serving.engine.submit(request, sink)
+        _submit_all(serving, requests, sinks)
         await gathering.ended
     finally:
         for request in requests:
@@ -121,25 +271,23 @@ async def stream(
     http_request: web.Request,
     serving: Serving,
     requests: Sequence[Request],
-    renderer: ChunkRenderer,
+    shapes: Shapes,
     *,
     request_id: str,
     wants_usage: bool = False,
-    on_begun: Callable[[Sequence["array[int]"]], Awaitable[None]] | None = None,
+    on_begun: OnBegun | None = None,
 ) -> web.StreamResponse:
     """Answer a call with events.
 
     Args:
         requests: Choices are numbered through all of them, in order.
-        renderer: The endpoint's shapes.
         request_id: For the response's header.
         wants_usage: Every event is to have token counts.
-        on_begun: Awaited with the tokenized prompts before the first event.
 
     Raises:
         AsyncserveError: A request was refused or failed before the response began.
     """
-    events = EventStream(renderer, clock=serving.clock, stall_timeout_s=serving.stall_timeout_s)
+    events = EventStream(shapes, clock=serving.clock, stall_timeout_s=serving.stall_timeout_s)
     sinks = []
     base_index = 0
     for request in requests:
@@ -153,8 +301,7 @@ async def stream(
         )
         base_index += request.sampling.n
     try:
-        for request, sink in zip(requests, sinks, strict=True):
-            serving.engine.submit(request, sink)
+        _submit_all(serving, requests, sinks)
         await events.begun
         if on_begun is not None and events.failure is None:
             await on_begun([sink.prompt_token_ids for sink in sinks])
@@ -173,6 +320,13 @@ async def stream(
         events.close()
         for request in requests:
             serving.engine.abort(request.request_id)
+
+
+def _submit_all(serving: Serving, requests: Sequence[Request], sinks: Sequence[OutputSink]) -> None:
+    """Submit all requests of a call, or none: there is room for all of them, or the call is refused."""
+    serving.engine.check_room(sum(request.sampling.n for request in requests))
+    for request, sink in zip(requests, sinks, strict=True):
+        serving.engine.submit(request, sink)
 
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -65,11 +65,17 @@ class CompletionLogprobs:
 
     Args:
         skips_special: Whether special tokens are left out of the text.
+        strips_prompt: Whether an echoed prompt has lost the space that SentencePiece puts at its beginning.
+        strips_output: Whether the output has.
     """
 
-    def __init__(self, texts: TokenTexts, *, skips_special: bool) -> None:
+    def __init__(
+        self, texts: TokenTexts, *, skips_special: bool, strips_prompt: bool, strips_output: bool
+    ) -> None:
         self._texts = texts
         self._skips_special = skips_special
+        self._strips_prompt = strips_prompt
+        self._strips_output = strips_output
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -81,13 +87,17 @@ class CompletionLogprobs:
         Args:
             token_ids: The prompt's tokens.
             entries: Of the prompt's tokens from the second on.
-            echoed: The text the prompt is shown as: a special token counts if it is spelled out there.
+            echoed: The text the prompt is shown as: a special token, or the space that SentencePiece may put
+                after one, counts if it is spelled out there.
         """
         lists = _empty()
         for index, token_id in enumerate(token_ids):
             text, data = self._texts[token_id]
             if self._texts.is_special(token_id) and not echoed.startswith(text, self._offset):
                 data = []
+            elif text.startswith(" ") and (self._strips_prompt or not echoed.startswith(" ", self._offset)):
+                data = data[1:]
+                self._strips_prompt = False
             self._add(lists, text, bytes(data), entries[index - 1] if 0 < index <= len(entries) else None)
         return lists
 
@@ -98,6 +108,9 @@ class CompletionLogprobs:
             text, data = self._texts[entry.token_id]
             if self._skips_special and self._texts.is_special(entry.token_id):
                 data = []
+            if self._strips_output and data:
+                self._strips_output = False
+                data = data[1:] if text.startswith(" ") else data
             self._add(lists, text, bytes(data), entry)
         return lists
 

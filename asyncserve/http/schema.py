@@ -9,7 +9,7 @@ the value that means "off"; harmless ones are ignored; names nobody knows are ig
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -22,11 +22,15 @@ MAX_CHOICES = 128
 """Most choices (`n`) of one prompt."""
 MAX_SEQUENCES = 2048
 """Most sequences (prompts times `n`) of one HTTP request."""
+MAX_TOKEN_IDS = 4096
+"""Most entries of `stop_token_ids` and of `logit_bias` (OpenAI takes 300 of the latter)."""
+MAX_MESSAGES = 4096
+"""Most messages of a conversation."""
+MAX_FIELDS = 1024
+"""Most fields of a body, unknown ones included."""
 MAX_CACHE_SALT_LEN = 128
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,256}")
 """What is taken as a request id: printable, without spaces, short."""
-DEFAULT_MAX_TOKENS = 16
-"""Of /v1/completions, as OpenAI has it."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -109,14 +113,14 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
@@ -128,35 +132,31 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions; `decode_prompt` reads the prompt, which has four forms."""
 
-    prompt: str | list[str | int | list[int]] | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
     echo: bool | None = None
     logprobs: int | None = None
-
-
-class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message's content; only text is known."""
-
-    type: str
-    text: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
 
+Messages = Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
+
+
 class ChatBody(GenerationBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -170,7 +170,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     """Body of POST /tokenize: a prompt, or messages with the fields that chat has for them."""
 
     model: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -224,6 +224,8 @@ class BodyDecoder:
             raise InvalidRequest("the body's JSON is nested too deeply") from error
 
     def _check_names(self, fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) -> None:
+        if len(fields) > MAX_FIELDS:
+            raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are taken")
         unknown = fields.keys() - set(kind.__struct_fields__) - HARMLESS
         for name in unknown:
             if name in UNSUPPORTED:
@@ -260,6 +262,50 @@ def _malformed(body: bytes, message: str) -> InvalidRequest:
         name = key[1].decode() if key else None
         return InvalidRequest(f"{name or 'a value'} is not a finite number", param=name)
     return InvalidRequest(f"the body is not valid JSON: {message}")
+
+
+def decode_prompt(prompt: msgspec.Raw) -> list[str] | list[list[int]]:
+    """Return the prompts of a completion body: one string, several, one list of token ids, or several.
+
+    Each form has a type of its own, so that a long one is read and checked without a loop in Python.
+
+    Raises:
+        InvalidRequest: It is missing, empty, of no such form, or holds too many prompts.
+    """
+    text = bytes(prompt).lstrip()
+    if text == b"null":
+        raise InvalidRequest("prompt is missing", param="prompt")
+    first = text[1:].lstrip()[:1] if text[:1] == b"[" else b""
+    try:
+        if text[:1] == b'"':
+            return [msgspec.json.decode(text, type=str)]
+        if first == b"[":
+            # Counted before they are made: a million lists take a third of a second.
+            _check_num_prompts(text.count(b"[") - 1)
+            return msgspec.json.decode(text, type=list[list[int]])
+        if first == b'"':
+            texts = msgspec.json.decode(text, type=list[str])
+            _check_num_prompts(len(texts))
+            return texts
+        token_ids = msgspec.json.decode(text, type=list[int])
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, not a"
+            f" mixture: {error}",
+            param="prompt",
+        ) from error
+    except msgspec.DecodeError as error:
+        raise _malformed(text, str(error)) from error
+    if not token_ids:
+        raise InvalidRequest("prompt is an empty list", param="prompt")
+    return [token_ids]
+
+
+def _check_num_prompts(num_prompts: int) -> None:
+    if num_prompts > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"prompt holds {num_prompts} prompts; at most {MAX_SEQUENCES} are taken", param="prompt"
+        )
 
 
 def sampling_params(

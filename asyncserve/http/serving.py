@@ -6,41 +6,23 @@ that HTTP needs of the engine, so that the interface can be tested over a script
 
 import itertools
 import uuid
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from asyncserve.errors import UnknownModel
+from asyncserve.errors import RequestError, UnknownModel
 from asyncserve.http.logprobs import TokenTexts
 from asyncserve.http.schema import REQUEST_ID_PATTERN, BodyDecoder
 from asyncserve.http.sse import ChunkHeads, EscapedTexts
+from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.observer import EngineStatistics
-from asyncserve.request import ChatPrompt, OutputSink, Request
+from asyncserve.request import OutputSink, Request
 from asyncserve.step import ExecutorInfo
 
 REQUEST_ID_HEADER = "X-Request-Id"
-
-
-class ServedTokenizer(Protocol):
-    """The tokenizer, as far as HTTP uses it. Its methods may run in any thread."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
-        """Return the token ids of `text`."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of `token_ids`."""
-
-    def render_chat(self, prompt: ChatPrompt) -> str:
-        """Return the conversation as the model's template puts it."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes one token stands for."""
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether the token is left out of text by `skip_special_tokens`."""
 
 
 class ServedEngine(Protocol):
@@ -51,8 +33,8 @@ class ServedEngine(Protocol):
         """What the device side offers; valid once the engine has started."""
 
     @property
-    def tokenizer(self) -> ServedTokenizer:
-        """The model's tokenizer."""
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; its methods may run in any thread."""
 
     @property
     def is_accepting(self) -> bool:
@@ -61,6 +43,9 @@ class ServedEngine(Protocol):
     @property
     def failure(self) -> BaseException | None:
         """What stopped the engine, if something did."""
+
+    def check_room(self, num_sequences: int) -> None:
+        """Refuse a call of so many sequences if the queue lacks room; raises NotReady or Overloaded."""
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Take in a request; raises NotReady or Overloaded."""
@@ -83,6 +68,7 @@ class Serving:
         health_timeout_s: Seconds without progress, while there is work, after which health is bad.
         stall_timeout_s: Seconds after which a streaming client that reads nothing is given up.
         metrics_renderer: Gives the text of /metrics.
+        on_rejected: Told of each generating request that is refused before the engine hears of it.
         created: Unix time at which the server was built, for /v1/models.
         clock: Monotonic seconds, the engine's clock.
     """
@@ -94,6 +80,7 @@ class Serving:
     health_timeout_s: float
     stall_timeout_s: float
     metrics_renderer: Callable[[], bytes]
+    on_rejected: Callable[[Exception], None]
     created: int
     clock: Callable[[], float]
     token_texts: TokenTexts
@@ -116,6 +103,15 @@ class Serving:
                 f"the model {asked[:200]!r} is not served here; served: {served}", param="model"
             )
         return asked
+
+    @contextmanager
+    def refusals_counted(self) -> Iterator[None]:
+        """Tell `on_rejected` of a refusal raised inside; what the engine refuses it counts itself."""
+        try:
+            yield
+        except RequestError as error:
+            self.on_rejected(error)
+            raise
 
     def engine_id(self, response_id: str) -> str:
         """Return an id for the engine: clients may send the same request id twice, it may not."""

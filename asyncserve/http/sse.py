@@ -19,7 +19,7 @@ import orjson
 
 from asyncserve.errors import EngineError
 from asyncserve.http.connection import WRITE_HIGH_BYTES, WRITE_LOW_BYTES
-from asyncserve.request import FinishReason, RequestOutput, TokenLogprobs, Usage
+from asyncserve.request import FinishReason, RequestOutput, Usage, merge_all, total_usage
 
 BEHIND_POLL_S = 0.05
 """How often a connection that is behind is looked at."""
@@ -369,35 +369,3 @@ class StreamSink:
             is_first=is_first,
             usage=output.usage if self.wants_usage else None,
         )
-
-
-def merge_all(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """Merge outputs of one choice, oldest first, in one pass (`RequestOutput.merge` copies at each step)."""
-    if len(outputs) == 1:
-        return outputs[0]
-    last = outputs[-1]
-    return RequestOutput(
-        index=last.index,
-        text="".join([output.text for output in outputs]),
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=_all_entries([output.logprobs for output in outputs]),
-        prompt_logprobs=_all_entries([output.prompt_logprobs for output in outputs]),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        usage=last.usage,
-        error=last.error,
-    )
-
-
-def _all_entries(lists: Sequence[Sequence[TokenLogprobs] | None]) -> list[TokenLogprobs] | None:
-    present = [entries for entries in lists if entries is not None]
-    return [entry for entries in present for entry in entries] if present else None
-
-
-def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Add up the choices of one prompt: its tokens count once, cached ones as the first choice had them."""
-    return Usage(
-        num_prompt_tokens=usages[0].num_prompt_tokens,
-        num_output_tokens=sum(usage.num_output_tokens for usage in usages),
-        num_cached_tokens=min(usage.num_cached_tokens for usage in usages),
-    )

@@ -12,8 +12,7 @@ from aiohttp import web
 import asyncserve
 from asyncserve.errors import EngineStopped, NotReady, UnknownModel
 from asyncserve.http.serving import SERVING, Serving
-
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from asyncserve.metrics.observer import CONTENT_TYPE
 
 
 async def health(request: web.Request) -> web.Response:
@@ -56,9 +55,7 @@ async def version(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Answer /metrics in Prometheus' text format."""
-    return web.Response(
-        body=request.app[SERVING].metrics_renderer(), headers={"Content-Type": METRICS_CONTENT_TYPE}
-    )
+    return web.Response(body=request.app[SERVING].metrics_renderer(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def models(request: web.Request) -> web.Response:

@@ -13,13 +13,15 @@ from asyncserve.errors import InvalidRequest
 from asyncserve.http.chat import chat_prompt
 from asyncserve.http.schema import DetokenizeBody, TokenizeBody
 from asyncserve.http.serving import SERVING, Serving
+from asyncserve.loop.admission import check_token_ids
 from asyncserve.request import ChatPrompt, TextPrompt
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """Answer POST /tokenize: {prompt} or {messages} to {tokens, count, max_model_len}."""
     serving = request.app[SERVING]
-    body = serving.bodies.decode(await request.read(), TokenizeBody)
+    data = await request.read()
+    body = serving.bodies.decode(data, TokenizeBody)
     serving.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -27,7 +29,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.prompt is not None:
         prompt = TextPrompt(text=body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        prompt = chat_prompt(body)
+        prompt = await chat_prompt(body, len(data))
     answer = await asyncio.to_thread(
         _tokenized, serving, prompt, bool(body.add_special_tokens), bool(body.return_token_strs)
     )
@@ -61,12 +63,10 @@ async def detokenize(request: web.Request) -> web.Response:
     serving = request.app[SERVING]
     body = serving.bodies.decode(await request.read(), DetokenizeBody)
     serving.model_name(body.model)
-    vocab_size = serving.engine.info.vocab_size
-    for token_id in (min(body.tokens, default=0), max(body.tokens, default=0)):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"tokens holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}",
-                param="tokens",
-            )
-    text = await asyncio.to_thread(serving.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return web.Response(body=orjson.dumps({"prompt": text}), content_type="application/json")
+    answer = await asyncio.to_thread(_detokenized, serving, body.tokens)
+    return web.Response(body=answer, content_type="application/json")
+
+
+def _detokenized(serving: Serving, token_ids: list[int]) -> bytes:
+    check_token_ids(token_ids, serving.engine.info.vocab_size, field="tokens")
+    return orjson.dumps({"prompt": serving.engine.tokenizer.decode(token_ids, skip_special_tokens=False)})

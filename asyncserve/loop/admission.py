@@ -6,23 +6,49 @@ Knows no coroutine and no queue; what the KV pool can hold is asked of the sched
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncserve.errors import InvalidRequest, PromptTooLong
 from asyncserve.loop.tokenizer import Tokenizer
-from asyncserve.request import ChatPrompt, Prompt, Request, TextPrompt, TokenizedRequest, TokensPrompt
+from asyncserve.request import (
+    DEFAULT_MAX_TOKENS,
+    ChatPrompt,
+    Prompt,
+    Request,
+    TextPrompt,
+    TokenizedRequest,
+    TokensPrompt,
+)
 
 SMALL_TEXT_LEN = 1024
 """Texts up to this many characters are encoded in place (about 0.3 ms): a thread costs as much."""
 SMALL_TOKENS_LEN = 8192
 """Token prompts up to this length are checked in place (about 0.3 ms)."""
+_CHECKED_AT_ONCE = 65536
+"""Ids looked through in one go (about 1 ms); between two, another thread may have the interpreter."""
 _MAX_SEED = 2**63 - 1
 
 
 def prompt_field(prompt: Prompt) -> str:
     """Name of the request field the prompt came from, for error messages."""
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+        InvalidRequest: Names the field and one such id.
+    """
+    for start in range(0, len(token_ids), _CHECKED_AT_ONCE):
+        part = token_ids[start : start + _CHECKED_AT_ONCE]
+        for token_id in (min(part), max(part)):
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"{field} holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}",
+                    param=field,
+                )
 
 
 def is_small(prompt: Prompt) -> bool:
@@ -45,6 +71,7 @@ class Admission:
         vocab_size: Every token id is below it.
         max_sequence_len: Most tokens of one sequence, by the model's context and the KV pool.
         check_admissible: Given prompt and output length, raises `PromptTooLong` if they can never fit.
+            Nothing further on checks lengths again.
     """
 
     tokenizer: Tokenizer
@@ -58,10 +85,14 @@ class Admission:
         Raises:
             InvalidRequest: An id is outside the vocabulary, the prompt is empty, or the chat template
                 refuses it.
+            PromptTooLong: It is given as token ids, too many; longer than that, no prompt is looked at.
         """
         sampling = request.sampling
-        self._check_ids(sampling.stop_token_ids, "stop_token_ids")
-        self._check_ids(sampling.logit_bias, "logit_bias")
+        for name, token_ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+        ):
+            check_token_ids(_as_array(token_ids, name), self.vocab_size, field=name)
         field = prompt_field(request.prompt)
         try:
             ids = self._encode(request.prompt)
@@ -71,7 +102,7 @@ class Admission:
             raise
         if not ids:
             raise InvalidRequest(f"{field} is empty: it has no tokens", param=field)
-        self._check_ids(ids, field)
+        check_token_ids(ids, self.vocab_size, field=field)
         return ids
 
     def admit(
@@ -85,7 +116,7 @@ class Admission:
             sequence_ids: Gives as many fresh ids as there are sequences.
 
         Raises:
-            PromptTooLong: Prompt, or prompt plus `max_tokens`, exceeds the context or the KV pool.
+            PromptTooLong: Prompt, or prompt plus a given `max_tokens`, exceeds the context or the KV pool.
         """
         sampling = request.sampling
         max_output_len = self._max_output_len(request.prompt, len(prompt_token_ids), sampling.max_tokens)
@@ -112,13 +143,15 @@ class Admission:
             case ChatPrompt():
                 return self.tokenizer.encode(self.tokenizer.render_chat(prompt), add_special_tokens=False)
             case TokensPrompt():
-                try:
-                    return array("i", prompt.token_ids)
-                except (TypeError, OverflowError) as error:
-                    raise InvalidRequest(f"prompt holds something that is no token id: {error}") from error
+                if (num_tokens := len(prompt.token_ids)) > 0:
+                    self.check_admissible(num_tokens, 1)
+                return _as_array(prompt.token_ids, "prompt")
 
     def _max_output_len(self, prompt: Prompt, prompt_len: int, max_tokens: int | None) -> int:
-        max_output_len = max(1, self.max_sequence_len - prompt_len) if max_tokens is None else max_tokens
+        rest_len = max(1, self.max_sequence_len - prompt_len)
+        max_output_len = rest_len if max_tokens is None else max_tokens
+        if max_tokens is DEFAULT_MAX_TOKENS:
+            max_output_len = min(max_tokens, rest_len)
         try:
             self.check_admissible(prompt_len, max_output_len)
         except PromptTooLong as error:
@@ -127,10 +160,10 @@ class Admission:
             raise
         return max_output_len
 
-    def _check_ids(self, token_ids: Collection[int], field: str) -> None:
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
-            bad = next(token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size)
-            raise InvalidRequest(
-                f"{field} holds token id {bad}; the vocabulary has ids 0 to {self.vocab_size - 1}",
-                param=field,
-            )
+
+def _as_array(token_ids: Iterable[int], field: str) -> "array[int]":
+    """Return ids that a caller gave as an array, which is quick and takes nothing but integers."""
+    try:
+        return array("i", token_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{field} holds something that is no token id: {error}", param=field) from error

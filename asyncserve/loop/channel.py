@@ -51,11 +51,6 @@ class Channel(Generic[T]):
         return len(self._items)
 
     @property
-    def capacity(self) -> int:
-        """Most values it holds."""
-        return self._capacity
-
-    @property
     def is_closed(self) -> bool:
         """Whether it takes nothing more."""
         return self._closed

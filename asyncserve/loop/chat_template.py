@@ -70,7 +70,7 @@ class ChatTemplate:
         Raises:
             InvalidRequest: The template refuses the messages or cannot deal with them.
         """
-        messages = [_plain_message(message) for message in prompt.messages]
+        messages = [_plain_message(index, message) for index, message in enumerate(prompt.messages)]
         if not messages:
             raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
         if prompt.continue_final_message:
@@ -105,29 +105,43 @@ def _cut_open(text: str) -> str:
     return text[:at] if text.startswith(_OPEN_END, at) else text[:at].rstrip()
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(
+            f"messages[{index}] is of the type {type(message).__name__}, not a mapping", param="messages"
+        )
     # Absent and null are the same to a client, but many templates print or reject a null.
     plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
-    if content is not None and not isinstance(content, str):
-        plain["content"] = _joined_text(content)
+    if "content" in plain:
+        plain["content"] = joined_text(plain["content"], f"messages[{index}].content")
     return plain
 
 
-def _joined_text(parts: object) -> str:
-    """Return text parts as one string, a line each: most templates take nothing but a string."""
-    if not isinstance(parts, Sequence):
-        raise InvalidRequest("a message's content must be a string or a list of parts", param="messages")
+def joined_text(content: object, where: str) -> str:
+    """Return a message's content as one string, a line for each part: templates take nothing else.
+
+    Args:
+        content: A string, or parts such as `{"type": "text", "text": "..."}`.
+        where: Name of the field, for messages.
+
+    Raises:
+        InvalidRequest: It is neither, or holds something else than text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
     texts = []
-    for part in parts:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if (kind not in ("text", None)) or not isinstance(text, str):
+    for index, part in enumerate(content):
+        fields: Mapping[str, Any] = part if isinstance(part, Mapping) else {"text": part}
+        kind, text = fields.get("type", "text"), fields.get("text")
+        if kind != "text":
             raise InvalidRequest(
-                f"content part of type {kind!r} is not supported: this model takes text parts, "
-                '{"type": "text", "text": "..."}',
-                param="messages",
+                f"{where}[{index}] has the type {str(kind)[:64]!r}; this model takes only text",
+                param=f"{where}[{index}].type",
             )
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{where}[{index}] has no text", param=f"{where}[{index}].text")
         texts.append(text)
     return "\n".join(texts)
 

@@ -20,6 +20,15 @@ _MAX_STOP_SETS = 64
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
+def strips_first_space(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
+    """Return whether the output after this prompt loses one space at its beginning.
+
+    The space that SentencePiece puts before a text goes only where nothing stands before it: after a prompt
+    of BOS alone. Behind other text it separates words.
+    """
+    return tokenizer.strips_leading_space and all(map(tokenizer.is_special, prompt_token_ids))
+
+
 class _TextTable(dict[int, str | None]):
     """Token id → text, filled on first use; None where the bytes are no whole characters by themselves."""
 
@@ -142,11 +151,7 @@ class DetokenizerState:
         # EOS is reported as None even if it was listed, unless it is only a stop token because it was.
         eos_ids = frozenset() if sampling.ignore_eos else tokenizer.eos_token_ids
         self._reported_stop_ids = frozenset(sampling.stop_token_ids) - eos_ids
-        # The space that SentencePiece puts before a text goes only where nothing stands before it: after
-        # a prompt of BOS alone. Behind other text it separates words.
-        self._strips = tokenizer.strips_leading_space and all(
-            tokenizer.is_special(token_id) for token_id in request.prompt_token_ids
-        )
+        self._strips = strips_first_space(tokenizer, request.prompt_token_ids)
         self._is_clear = not self._strips
         self.num_output_tokens = 0
         self.is_finished = False

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from asyncserve.errors import AsyncserveError, EngineStopped, InvalidRequest, NotReady, Overloaded
 from asyncserve.loop.admission import Admission
-from asyncserve.loop.channel import ChannelFull
+from asyncserve.loop.channel import ChannelClosed
 from asyncserve.loop.detokenizer import Detokenizer
 from asyncserve.loop.pipeline import ActiveRequest, Pipeline
 from asyncserve.loop.scheduler import Scheduler
@@ -37,7 +37,8 @@ class Engine:
         executor: The device side, not yet started.
         tokenizer: The model's.
         observer: Told of every step and every end; None for nobody.
-        max_num_queued_requests: Most requests not yet scheduled; further ones are refused.
+        max_num_queued_requests: Most sequences that wait, preempted ones included (a request with `n` = 3
+            counts three times); a request that would make it more is refused.
         policy: `fcfs` or `priority`.
         enable_prefix_caching: Reuse KV blocks of equal beginnings.
         enable_chunked_prefill: Split long prompts over several steps.
@@ -84,7 +85,6 @@ class Engine:
         self._is_accepting = False
         self._is_stopping = False
         self._info: ExecutorInfo | None = None
-        self._max_sequence_len = 0
         self._pipeline: Pipeline | None = None
         self._stages: asyncio.Task[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -121,7 +121,6 @@ class Engine:
             async_scheduling=self._async_scheduling,
         )
         self._info = info
-        self._max_sequence_len = scheduler.max_sequence_len
         self._pipeline = Pipeline(
             executor=self._executor,
             admission=Admission(
@@ -144,6 +143,12 @@ class Engine:
             self._supervise(self._pipeline, self._stages), name="engine-supervisor"
         )
         self._is_accepting = True
+        logger.info(
+            "%s serves up to %d sequences at once, of at most %d tokens each",
+            info.device_name or "the device",
+            info.num_slots,
+            scheduler.max_sequence_len,
+        )
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and let those in the engine finish; `stop` is still to be called.
@@ -205,36 +210,63 @@ class Engine:
 
         Raises:
             NotReady: The engine is loading, draining or stopped.
-            Overloaded: Too many requests wait already.
-            InvalidRequest: A request of that id is in the engine.
+            EngineStopped: The engine has just failed.
+            Overloaded: Too many sequences wait already.
+            InvalidRequest: It asks for more sequences than may ever wait, or a request of that id is in the
+                engine.
         """
-        pipeline = self._pipeline
+        self.check_room(request.sampling.n)
         try:
-            if pipeline is None or not self._is_accepting:
-                is_starting = pipeline is None and not (self._is_stopping or self._stopped.is_set())
-                raise NotReady(
-                    "The server is starting."
-                    if is_starting
-                    else "The server is stopping and takes no new requests."
-                )
+            pipeline = self._accepting_pipeline()
             if request.request_id in pipeline:
                 raise InvalidRequest(f"a request with id {request.request_id!r} is being served")
-            num_queued = pipeline.num_queued
-            if num_queued >= self._max_num_queued_requests:
-                raise Overloaded(
-                    f"{num_queued} requests are waiting, as many as this server lets wait; try again later.",
-                    retry_after_s=RETRY_AFTER_S,
-                )
             seed = request.sampling.seed
             if seed is None:
                 seed = self._seeds.getrandbits(63)
             try:
                 pipeline.submit(ActiveRequest(request, sink, seed=seed))
-            except ChannelFull as full:
-                raise Overloaded(f"The server is busy: {full}.", retry_after_s=RETRY_AFTER_S) from full
+            except ChannelClosed as closed:
+                raise EngineStopped("the server failed and is stopping") from closed
         except AsyncserveError as error:
             self._observer.request_rejected(error)
             raise
+
+    def check_room(self, num_sequences: int) -> None:
+        """Refuse a call that the queue has no room for; requests submitted at once after it all find room.
+
+        Args:
+            num_sequences: Of all its requests together.
+
+        Raises:
+            NotReady: The engine is loading, draining or stopped.
+            Overloaded: Too many sequences wait already.
+            InvalidRequest: They are more than may ever wait.
+        """
+        try:
+            pipeline = self._accepting_pipeline()
+            bound = self._max_num_queued_requests
+            if num_sequences > bound:
+                raise InvalidRequest(
+                    f"{num_sequences} sequences are asked for at once; this server lets at most {bound} wait"
+                )
+            num_queued = pipeline.num_queued
+            if num_queued + num_sequences > bound:
+                raise Overloaded(
+                    f"{num_queued} sequences are waiting, {num_sequences} more are asked for, and this server"
+                    f" lets at most {bound} wait; try again later.",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+        except AsyncserveError as error:
+            self._observer.request_rejected(error)
+            raise
+
+    def _accepting_pipeline(self) -> Pipeline:
+        if self._pipeline is not None and self._is_accepting:
+            return self._pipeline
+        is_starting = self._pipeline is None and not (self._is_stopping or self._stopped.is_set())
+        raise NotReady(
+            "The server is starting." if is_starting else "The server is stopping and takes no new requests."
+        )
 
     def abort(self, request_id: str) -> None:
         """End a request at once; its sink gets nothing more. Idempotent; unknown ids are no error."""
@@ -280,17 +312,6 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
-
-    @property
-    def max_sequence_len(self) -> int:
-        """Most tokens, prompt and output together, of one sequence by context and KV pool.
-
-        Raises:
-            NotReady: Before `start` has returned.
-        """
-        if self._info is None:
-            raise NotReady("The server is starting.")
-        return self._max_sequence_len
 
     @property
     def is_accepting(self) -> bool:

@@ -174,7 +174,7 @@ class Pipeline:
 
         self._active: dict[str, ActiveRequest] = {}
         self._sequences: dict[int, ActiveSequence] = {}
-        self._num_unadmitted = 0
+        self._num_unadmitted = 0  # sequences, as all counts of what waits
         self._num_unapplied = 0
         self._last_progress_s = clock()
         self._nothing_active = asyncio.Event()
@@ -184,7 +184,7 @@ class Pipeline:
 
     @property
     def num_queued(self) -> int:
-        """Requests not yet in the scheduler, and sequences that wait in it."""
+        """Sequences that wait: in the scheduler, preempted ones too, or of requests not yet in it."""
         statistics = EngineStatistics()
         self._scheduler.fill_statistics(statistics)
         return self._num_unadmitted + statistics.num_waiting
@@ -201,7 +201,6 @@ class Pipeline:
         """Take a request in.
 
         Raises:
-            ChannelFull: Too many wait for the tokenizer.
             ChannelClosed: The pipeline has ended.
         """
         self._requests.put_nowait(active)
@@ -209,7 +208,7 @@ class Pipeline:
             # What came before the idle time is no progress to be measured from.
             self._last_progress_s = self._clock()
         self._active[active.request.request_id] = active
-        self._num_unadmitted += 1
+        self._num_unadmitted += len(active.timelines)
         self._nothing_active.clear()
 
     def abort(self, request_id: str) -> OutputSink | None:
@@ -302,20 +301,18 @@ class Pipeline:
     def _encode(self, active: ActiveRequest) -> Encoding:
         loop = asyncio.get_running_loop()
         request = active.request
-        future: asyncio.Future[array[int]]
-        if active.has_ended:
-            future = loop.create_future()
-            future.set_result(array("i"))
-        elif is_small(request.prompt):
-            future = loop.create_future()
-            try:
+        future: asyncio.Future[array[int]] = loop.create_future()
+        try:
+            if active.has_ended:
+                future.set_result(array("i"))
+            elif is_small(request.prompt):
                 future.set_result(self._admission.encode_prompt(request))
-            except Exception as error:
-                future.set_exception(error)
-                _ignore_outcome(future)
-        else:
-            future = loop.run_in_executor(self._threads, self._admission.encode_prompt, request)
-            future.add_done_callback(partial(self._note_encoded, active))
+            else:
+                future = loop.run_in_executor(self._threads, self._admission.encode_prompt, request)
+                future.add_done_callback(partial(self._note_encoded, active))
+        except Exception as error:
+            future.set_exception(error)
+            _ignore_outcome(future)
         return Encoding(active, future)
 
     def _note_encoded(self, active: ActiveRequest, future: "asyncio.Future[array[int]]") -> None:
@@ -328,7 +325,7 @@ class Pipeline:
         try:
             prompt_token_ids = encoding.prompt_token_ids.result()
             if active.has_ended:
-                self._num_unadmitted -= 1
+                self._num_unadmitted -= len(active.timelines)
                 return
             now_s = self._clock()
             tokenized = self._admission.admit(
@@ -357,7 +354,7 @@ class Pipeline:
         await self._arrivals.put(Arrival(active, sequences))
 
     def _reject(self, active: ActiveRequest, error: AsyncserveError) -> None:
-        self._num_unadmitted -= 1
+        self._num_unadmitted -= len(active.timelines)
         if not active.has_ended:
             active.has_ended = True
             self._forget(active)
@@ -378,14 +375,14 @@ class Pipeline:
                 output = completion.output
                 if isinstance(output, StepFailed):
                     logger.error("%s", output)
-                    deltas = scheduler.fail(output.step_id, output, now_s)
+                    deltas = scheduler.fail(output.step_id, output)
                 else:
                     deltas = scheduler.apply(output, now_s)
                 self._num_unapplied -= 1
                 self._last_progress_s = now_s
                 steps.append(AppliedStep(completion, deltas, now_s))
             for arrival in arrivals.take_all():
-                self._num_unadmitted -= 1
+                self._num_unadmitted -= len(arrival.sequences)
                 if not arrival.active.has_ended:
                     self._add(arrival)
             while (plan := scheduler.plan(now_s)) is not None:

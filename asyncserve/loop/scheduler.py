@@ -117,7 +117,6 @@ class Scheduler:
         self._free_slots = list(range(info.num_slots - 1, -1, -1))
         self._slot_holders: list[SequenceState | None] = [None] * info.num_slots
         self._released_slots: list[int] = []
-        self._last_progress_s = 0.0
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
@@ -127,16 +126,11 @@ class Scheduler:
         """Most tokens, prompt and output, of one sequence: the context's limit or the KV pool's."""
         return min(self._info.max_model_len, self._allocator.capacity_len)
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a sequence waits or runs, or a step is in flight."""
-        return bool(self._sequences) or bool(self._in_flight)
-
     def check_admissible(self, prompt_len: int, max_output_len: int) -> None:
         """Refuse a sequence that could never be served.
 
         Args:
-            max_output_len: Already cut to what the context leaves.
+            max_output_len: Most tokens it is to generate.
 
         Raises:
             PromptTooLong: It exceeds the context, the KV pool or, without chunked prefill, the token budget.
@@ -173,13 +167,11 @@ class Scheduler:
             )
 
     def add(self, request: TokenizedRequest, timeline: RequestTimeline) -> None:
-        """Let a sequence wait for its first step.
+        """Let a sequence wait for its first step; `check_admissible` has found nothing against its lengths.
 
         Raises:
-            PromptTooLong: As `check_admissible`.
             InvariantError: Its id is in use.
         """
-        self.check_admissible(len(request.prompt_token_ids), request.max_output_len)
         if request.sequence_id in self._sequences:
             raise InvariantError(f"sequence {request.sequence_id} was added twice")
         order = self._waiting.take_order(request.request.priority)
@@ -210,10 +202,7 @@ class Scheduler:
         Raises:
             InvariantError: Something waits, nothing runs, and yet nothing can be planned.
         """
-        if not self._sequences:
-            self._last_progress_s = now_s
-            return None
-        if len(self._in_flight) >= self._max_unapplied:
+        if not self._sequences or len(self._in_flight) >= self._max_unapplied:
             return None
         draft = _Draft(self._next_step_id, self._budget)
         scheduled = self._plan_decodes(draft)
@@ -234,7 +223,7 @@ class Scheduler:
         Raises:
             InvariantError: It is not the oldest step in flight, or has the wrong number of tokens.
         """
-        entry = self._take_oldest(output.step_id, now_s)
+        entry = self._take_oldest(output.step_id)
         if len(output.token_ids) != len(entry.sampling):
             raise InvariantError(
                 f"step {output.step_id} gave {len(output.token_ids)} tokens, not {len(entry.sampling)}"
@@ -282,7 +271,7 @@ class Scheduler:
                 self._release_if_unmentioned(sequence)
         return deltas
 
-    def fail(self, step_id: int, error: StepFailed, now_s: float) -> list[TokenDelta]:
+    def fail(self, step_id: int, error: StepFailed) -> list[TokenDelta]:
         """Account for a step that raised: its sequences end with `error`, all others go on.
 
         What the step should have written to the KV cache is forgotten. A sequence of a later step in flight
@@ -291,7 +280,7 @@ class Scheduler:
         Raises:
             InvariantError: It is not the oldest step in flight.
         """
-        entry = self._take_oldest(step_id, now_s)
+        entry = self._take_oldest(step_id)
         deltas = []
         invalid: set[tuple[int, int]] = set()
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
@@ -326,7 +315,6 @@ class Scheduler:
         statistics.prefix_cache_queries = self._prefix_cache_queries
         statistics.prefix_cache_hits = self._prefix_cache_hits
         statistics.num_preemptions = self._num_preemptions
-        statistics.last_progress_s = self._last_progress_s
 
     def check(self) -> None:
         """Verify every invariant that holds between two calls; slow, for tests.
@@ -585,12 +573,11 @@ class Scheduler:
 
     # Accounting
 
-    def _take_oldest(self, step_id: int, now_s: float) -> _InFlight:
+    def _take_oldest(self, step_id: int) -> _InFlight:
         if not self._in_flight or self._in_flight[0].plan.step_id != step_id:
             oldest = self._in_flight[0].plan.step_id if self._in_flight else None
             raise InvariantError(f"step {step_id} is applied; the oldest in flight is {oldest}")
         self._last_applied_step_id = step_id
-        self._last_progress_s = now_s
         return self._in_flight.popleft()
 
     def _gather_prompt_logprobs(self, entry: _InFlight, output: StepOutput) -> None:

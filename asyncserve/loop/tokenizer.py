@@ -53,10 +53,6 @@ class Tokenizer(Protocol):
     """One more than the highest token id; the model's output matrix may have more rows."""
     eos_token_ids: frozenset[int]
     """Every token that ends an answer of this model."""
-    special_token_ids: frozenset[int]
-    """Tokens that `skip_special_tokens` leaves out of texts."""
-    has_chat_template: bool
-    bos_token_id: int | None
     strips_leading_space: bool
     """Whether a text loses one space at its beginning (SentencePiece puts one there when encoding)."""
 
@@ -84,13 +80,12 @@ class Tokenizer(Protocol):
     def is_special(self, token_id: int) -> bool:
         """Return whether `skip_special_tokens` leaves the token out."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, after_text: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of the tokens.
 
         Args:
             token_ids: Any ids; those outside the vocabulary stand for nothing.
             skip_special_tokens: Leave special tokens out.
-            after_text: Other text stands before it, so that a leading space is kept.
         """
 
 
@@ -125,13 +120,7 @@ def load_tokenizer(
             raise ConfigError(f"--chat-template: {error}") from error
     elif templates:
         template = ChatTemplate(templates, special_tokens=special)
-    bos = special.get("bos_token")
-    return FastTokenizer(
-        tokenizer,
-        eos_token_ids=frozenset(eos_ids),
-        bos_token_id=None if bos is None else tokenizer.token_to_id(bos),
-        chat_template=template,
-    )
+    return FastTokenizer(tokenizer, eos_token_ids=frozenset(eos_ids), chat_template=template)
 
 
 def declared_eos_ids(checkpoint: Checkpoint) -> set[int]:
@@ -286,7 +275,6 @@ class FastTokenizer:
     Args:
         tokenizer: Not changed afterwards.
         eos_token_ids: Every token that ends an answer.
-        bos_token_id: For clients that want to know.
         chat_template: None if the model has none.
     """
 
@@ -295,7 +283,6 @@ class FastTokenizer:
         tokenizer: RustTokenizer,
         *,
         eos_token_ids: frozenset[int],
-        bos_token_id: int | None,
         chat_template: ChatTemplate | None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -312,9 +299,7 @@ class FastTokenizer:
             tokenizer.get_vocab_size(with_added_tokens=True), 1 + max(self._added, default=-1)
         )
         self.eos_token_ids = eos_token_ids
-        self.bos_token_id = bos_token_id
-        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.has_chat_template = chat_template is not None
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.strips_leading_space = any(_strips_space(step) for step in decoder)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
@@ -361,15 +346,15 @@ class FastTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """See `Tokenizer`."""
-        return token_id in self.special_token_ids
+        return token_id in self._special_ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, after_text: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See `Tokenizer`."""
         kept: Iterable[int] = token_ids
         if skip_special_tokens:
-            kept = (token_id for token_id in token_ids if token_id not in self.special_token_ids)
+            kept = (token_id for token_id in token_ids if token_id not in self._special_ids)
         text = b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
-        return text[1:] if self.strips_leading_space and not after_text and text[:1] == " " else text
+        return text[1:] if self.strips_leading_space and text[:1] == " " else text
 
 
 def _decoder_steps(tokenizer: RustTokenizer) -> list[Mapping[str, Any]]:

@@ -180,12 +180,12 @@ METRICS: tuple[MetricDefinition, ...] = (
         REQUEST_BUCKETS,
     ),
     # How much there is of it.
-    _histogram("request_prompt_tokens", "tokens", "Prompt tokens of a sequence.", LEN_BUCKETS),
+    _histogram("request_prompt_tokens", "tokens", "Prompt tokens of a tokenized sequence.", LEN_BUCKETS),
     _histogram("request_generation_tokens", "tokens", "Tokens generated for a sequence.", LEN_BUCKETS),
     _histogram(
         "request_params_max_tokens",
         "tokens",
-        "Most tokens a sequence was allowed: its max_tokens, cut to what the context holds.",
+        "Most tokens a sequence was allowed: its max_tokens, or what the context leaves.",
         LEN_BUCKETS,
     ),
     _counter(
@@ -216,7 +216,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "requests_rejected_total",
         "requests",
-        "Requests refused before they became a sequence, by reason.",
+        "Generating requests refused before they became a sequence, by reason; wrong keys aside.",
         Source.OBSERVER,
         ("reason",),
     ),

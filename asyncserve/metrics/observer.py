@@ -16,7 +16,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from asyncserve.errors import (
-    DeadlineExceeded,
     EngineStopped,
     InvalidRequest,
     NotReady,
@@ -45,7 +44,6 @@ _REJECTIONS: tuple[tuple[type[Exception], str], ...] = (
     (NotReady, "not_ready"),
     (PromptTooLong, "prompt_too_long"),
     (UnknownModel, "unknown_model"),
-    (DeadlineExceeded, "deadline"),
     (EngineStopped, "engine_stopped"),
     (InvalidRequest, "invalid"),
 )
@@ -150,9 +148,10 @@ class PrometheusObserver(Collector):
     def request_finished(self, timeline: RequestTimeline, reason: FinishReason) -> None:
         """Note the end of a sequence, aborted and failed ones included; exactly once for each."""
         self._finished[reason.value] += 1
-        self._prompt_lens.observe(timeline.num_prompt_tokens)
         self._output_lens.observe(timeline.num_output_tokens)
-        self._max_lens.observe(timeline.max_output_len)
+        if timeline.tokenized_s is not None:
+            self._prompt_lens.observe(timeline.num_prompt_tokens)
+            self._max_lens.observe(timeline.max_output_len)
         arrived_s, scheduled_s = timeline.arrived_s, timeline.first_scheduled_s
         first_s, last_s = timeline.first_token_s, timeline.last_token_s
         ended_s = timeline.finished_s if timeline.finished_s is not None else last_s
@@ -163,8 +162,8 @@ class PrometheusObserver(Collector):
             self._queue.observe(queued_until_s - arrived_s)
         if scheduled_s is None:
             return
+        self._note_prompt(timeline)
         if first_s is None:
-            self._note_prompt(timeline)
             return
         self._prefill.observe(first_s - scheduled_s)
         if last_s is not None:
@@ -209,6 +208,10 @@ class PrometheusObserver(Collector):
         return counter
 
     def _note_prompt(self, timeline: RequestTimeline) -> None:
+        """Count the prompt of a sequence that was started, once: its first token may never be reported."""
+        if timeline.prompt_is_counted:
+            return
+        timeline.prompt_is_counted = True
         self._num_prompt_tokens += timeline.num_prompt_tokens
         self._num_cached_tokens += timeline.num_cached_tokens
 

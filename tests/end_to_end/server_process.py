@@ -15,18 +15,19 @@ from typing import Any
 import httpx2 as httpx
 
 START_LIMIT_S = 120.0
+COMMAND = (sys.executable, "-m", "asyncserve", "--device", "cpu")
 _READY = re.compile(r"ready on (\S+) after")
 
 
 class ServerProcess:
-    """`python -m asyncserve` with its log, listening on a free port."""
+    """`python -m asyncserve` with its log, listening on a free port, on the CPU wherever it runs."""
 
     def __init__(self, model: Path | str, *options: str) -> None:
         self._lines: list[str] = []
         self._ready = threading.Event()
         self.url = ""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncserve", str(model), "--host", "127.0.0.1", "--port", "0", *options],
+            [*COMMAND, str(model), "--host", "127.0.0.1", "--port", "0", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

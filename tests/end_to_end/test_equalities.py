@@ -37,7 +37,7 @@ def answers(
 ) -> list[tuple[int, ...]]:
     if "num_gpu_blocks_override" not in options:
         options = {"kv_cache_memory_bytes": 1 << 22, **options}
-    with LLM(str(model), **{"dtype": "float32", **options}) as llm:
+    with LLM(str(model), **{"device": "cpu", "dtype": "float32", **options}) as llm:
         return [c.outputs[0].token_ids for c in llm.generate(prompts, params, progress=False)]
 
 
@@ -80,6 +80,7 @@ def test_answers_do_not_depend_on_how_they_are_served(
 
 
 def test_a_small_pool_really_preempts(model: Path, prompts: list[list[int]]) -> None:
-    with LLM(str(model), dtype="float32", num_gpu_blocks_override=12, max_model_len=96) as llm:
+    options = {"num_gpu_blocks_override": 12, "max_model_len": 96}
+    with LLM(str(model), device="cpu", dtype="float32", **options) as llm:
         llm.generate(prompts, PARAMS, progress=False)
         assert llm.statistics().num_preemptions > 0

@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from tests.end_to_end.server_process import ServerProcess, running_server, sse_events
+from tests.end_to_end.server_process import COMMAND, ServerProcess, running_server, sse_events
 from tests.fakes.tiny_model import tiny_llama_folder
 from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
@@ -123,7 +122,7 @@ def test_many_clients_at_once_all_get_their_tokens(server: ServerProcess) -> Non
 )
 def test_a_bad_start_ends_with_one_clear_message(model: Path, arguments: list[str], message: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "asyncserve", *(a.format(model=model) for a in arguments)],
+        [*COMMAND, *(a.format(model=model) for a in arguments)],
         capture_output=True,
         text=True,
         timeout=90,
@@ -140,7 +139,7 @@ def test_an_unknown_architecture_names_the_known_ones(model: Path, tmp_path: Pat
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).symlink_to(model / name)
     done = subprocess.run(
-        [sys.executable, "-m", "asyncserve", "--model", str(tmp_path), "--port", "0"],
+        [*COMMAND, "--model", str(tmp_path), "--port", "0"],
         capture_output=True,
         text=True,
         timeout=90,
@@ -154,7 +153,7 @@ def test_an_unknown_architecture_names_the_known_ones(model: Path, tmp_path: Pat
 def test_a_taken_port_is_named(server: ServerProcess, model: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
     done = subprocess.run(
-        [sys.executable, "-m", "asyncserve", "--model", str(model), "--host", "127.0.0.1", "--port", port],
+        [*COMMAND, "--model", str(model), "--host", "127.0.0.1", "--port", port],
         capture_output=True,
         text=True,
         timeout=90,

@@ -1,11 +1,11 @@
 """The demo model behind a real server, asked by the clients people use."""
 
 import json
-import subprocess
 
 import openai
 import pytest
 
+from tests.end_to_end.curl import curl
 from tests.end_to_end.server_process import ServerProcess, sse_events
 
 pytestmark = pytest.mark.slow
@@ -60,16 +60,7 @@ def test_chat_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> N
 
 def test_curl_gets_a_completion(demo_server: ServerProcess) -> None:
     body = {"model": "smollm2", "prompt": "San Francisco is a", "max_tokens": 7, "temperature": 0}
-    done = subprocess.run(
-        [
-            *("curl", "-sS", f"{demo_server.url}/v1/completions", "-H", "Content-Type: application/json"),
-            *("-d", json.dumps(body)),
-        ],
-        capture_output=True,
-        check=True,
-        timeout=30,
-    )
-    answer = json.loads(done.stdout)
+    answer = json.loads(curl(f"{demo_server.url}/v1/completions", json.dumps(body)))
     assert answer["object"] == "text_completion"
     assert answer["usage"]["completion_tokens"] == 7
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -84,22 +75,8 @@ def test_curl_gets_a_stream_that_ends_with_done(demo_server: ServerProcess) -> N
         "temperature": 0,
         "stream": True,
     }
-    done = subprocess.run(
-        [
-            *(
-                "curl",
-                "-sSN",
-                f"{demo_server.url}/v1/chat/completions",
-                "-H",
-                "Content-Type: application/json",
-            ),
-            *("-d", json.dumps(body)),
-        ],
-        capture_output=True,
-        check=True,
-        timeout=30,
-    )
-    events = sse_events(done.stdout.decode().splitlines())
+    answer = curl(f"{demo_server.url}/v1/chat/completions", json.dumps(body))
+    events = sse_events(answer.decode().splitlines())
     assert events[-1] == "[DONE]"
     assert json.loads(events[0])["choices"][0]["delta"]["role"] == "assistant"
 

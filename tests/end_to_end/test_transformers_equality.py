@@ -24,7 +24,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    with LLM(str(demo_model_path()), dtype="float32", max_model_len=512) as model:
+    with LLM(str(demo_model_path()), device="cpu", dtype="float32", max_model_len=512) as model:
         yield model
 
 

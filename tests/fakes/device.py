@@ -43,14 +43,18 @@ class FakeDevice:
     Args:
         holds: Whether events are reached only when `finish` is called; else at once.
         memory: What `memory` returns.
+        has_fast_bfloat16: Whether it says so.
     """
 
     is_async = True
 
-    def __init__(self, *, holds: bool = False, memory: MemoryInfo = PLENTY) -> None:
+    def __init__(
+        self, *, holds: bool = False, memory: MemoryInfo = PLENTY, has_fast_bfloat16: bool = True
+    ) -> None:
         self.torch_device = torch.device("cpu")
         self.name = "fake"
         self.holds = holds
+        self.has_fast_bfloat16 = has_fast_bfloat16
         self.events: list[FakeEvent] = []
         self.host_buffers: list[torch.Tensor] = []
         self._memory = memory

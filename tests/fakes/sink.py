@@ -3,10 +3,9 @@
 import asyncio
 from array import array
 from collections.abc import Callable
-from functools import reduce
 
 from asyncserve.errors import AsyncserveError
-from asyncserve.request import RequestOutput
+from asyncserve.request import RequestOutput, merge_all
 
 
 class RecordingSink:
@@ -52,7 +51,7 @@ class RecordingSink:
         """All outputs of one choice as one."""
         outputs = [output for output in self.outputs if output.index == index]
         assert outputs, f"choice {index} has no output"
-        return reduce(RequestOutput.merge, outputs, RequestOutput(index, "", []))
+        return merge_all([RequestOutput(index, "", []), *outputs])
 
     def begin(self, prompt_token_ids: "array[int]") -> None:
         assert self.prompt_token_ids is None, "begin was called twice"

@@ -29,7 +29,7 @@ def byte_level_bpe() -> FastTokenizer:
     )
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
     tokenizer.add_tokens([AddedToken("<tool é>", special=False, normalized=False)])
-    return FastTokenizer(tokenizer, eos_token_ids=frozenset({1}), bos_token_id=0, chat_template=None)
+    return FastTokenizer(tokenizer, eos_token_ids=frozenset({1}), chat_template=None)
 
 
 @cache
@@ -62,4 +62,4 @@ def sentencepiece_bpe() -> FastTokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return FastTokenizer(tokenizer, eos_token_ids=frozenset({2}), bos_token_id=1, chat_template=None)
+    return FastTokenizer(tokenizer, eos_token_ids=frozenset({2}), chat_template=None)

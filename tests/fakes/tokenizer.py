@@ -24,6 +24,7 @@ class FakeTokenizer:
     Args:
         vocab_size: At least 260.
         has_chat_template: Whether `render_chat` works.
+        strips_leading_space: As in the protocol.
         gate: If given, `encode` of a text waits in its thread until it is set. Texts that are encoded in
             place do not wait: they would block the loop.
     """
@@ -33,16 +34,15 @@ class FakeTokenizer:
         *,
         vocab_size: int = 512,
         has_chat_template: bool = True,
+        strips_leading_space: bool = False,
         gate: threading.Event | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self.has_chat_template = has_chat_template
-        self.bos_token_id: int | None = BOS_ID
+        self.strips_leading_space = strips_leading_space
         self.eos_token_ids = frozenset({EOS_ID})
-        self.special_token_ids = frozenset(SPECIAL_TEXTS)
         self.encoding_threads: list[str] = []
         """Name of the thread of each call of `encode`."""
-        self.strips_leading_space = False
+        self._has_chat_template = has_chat_template
         self._gate = gate
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
@@ -52,6 +52,8 @@ class FakeTokenizer:
         if self._gate is not None and thread is not threading.main_thread():
             self._gate.wait(timeout=30)
         ids = array("i", [BOS_ID] if add_special_tokens else [])
+        if self.strips_leading_space:
+            text = " " + text
         for part in _SPECIALS.split(text):
             if part in _SPECIAL_IDS:
                 ids.append(_SPECIAL_IDS[part])
@@ -64,7 +66,7 @@ class FakeTokenizer:
 
     def render_chat(self, prompt: ChatPrompt) -> str:
         """Return `<turn>role:content<end>` for each message, after `<bos>`."""
-        if not self.has_chat_template:
+        if not self._has_chat_template:
             raise InvalidRequest("the model has no chat template", param="messages")
         turns = []
         for message in prompt.messages:
@@ -88,10 +90,11 @@ class FakeTokenizer:
         """Whether the token is one of the four marks."""
         return token_id in SPECIAL_TEXTS
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, after_text: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the whole text."""
-        return b"".join(
+        text = b"".join(
             self.token_bytes(token_id)
             for token_id in token_ids
             if not (skip_special_tokens and token_id in SPECIAL_TEXTS)
         ).decode(errors="replace")
+        return text.removeprefix(" ") if self.strips_leading_space else text

@@ -43,13 +43,11 @@ def test_decode_rows_before_prefill_chunks(device: Device) -> None:
     assert batch.positions.tolist() == [2, 5, 6, 7, 0, 1, 2, 3, 4, 5]
     assert batch.query_start.tolist() == [0, 1, 4, 10]
     assert batch.seq_lens.tolist() == [3, 8, 6]
-    assert batch.slots.tolist() == [1, 3, 0]
     assert batch.slot_mapping[0].tolist() == [14, 21, 22, 23, 4, 5, 6, 7, 8, 9]
     assert batch.slot_mapping[1].tolist() == [18, 9, 10, 11, 24, 25, 26, 27, 20, 21]
     assert batch.block_tables[0].tolist() == [[3, 0], [4, 5], [1, 2]]
     assert batch.block_tables[1].tolist() == [[4, 0], [3, 2], [6, 5]]
     assert batch.sample_tokens.tolist() == [0, 9]
-    assert batch.sample_slots.tolist() == [1, 0]
     assert batch.query_lens_host == (1, 3, 6)
     assert batch.seq_lens_host == (3, 8, 6)
     assert batch.num_decode_rows == 1
@@ -79,7 +77,7 @@ def test_prefill_rows_only_and_none_samples() -> None:
 def test_every_tensor_has_the_dtype_it_promises() -> None:
     batch, _ = batch_of([(1, 2, 1, True), (0, 0, 6, True)], CpuDevice(num_threads=1))
     int32 = (batch.input_ids, batch.query_start, batch.seq_lens, *batch.block_tables)
-    int64 = (batch.positions, batch.slots, batch.sample_tokens, batch.sample_slots, *batch.slot_mapping)
+    int64 = (batch.positions, batch.sample_tokens, *batch.slot_mapping)
     assert {tensor.dtype for tensor in int32} == {torch.int32}
     assert {tensor.dtype for tensor in int64} == {torch.int64}
     assert all(tensor.is_contiguous() for tensor in (*int32, *int64))

@@ -12,11 +12,14 @@ from asyncserve.gpu.attention.reference import ReferenceAttention
 from asyncserve.gpu.device import open_device
 from asyncserve.gpu.executor import ThreadExecutor
 from asyncserve.gpu.runner import ModelRunner
-from asyncserve.gpu.startup import start_runner
+from asyncserve.gpu.startup import group_layers, profile, run_dummy_rows, start_runner
+from asyncserve.kv_spec import KVGroup
+from asyncserve.request import SamplingParams
 from asyncserve.step import ExecutorInfo
 from tests.contracts.attention_contract import AttentionContract
-from tests.fakes.attention_model import small_runner
+from tests.fakes.attention_model import AttentionModel, small_runner
 from tests.fakes.plan_driver import PlanDriver
+from tests.gpu.attention.test_reference import ReferenceInPieces
 from tests.gpu.test_startup import dummy_checkpoint
 
 pytestmark = [
@@ -29,6 +32,11 @@ PROMPTS = [[5, 6, 7], [11], [3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 8, 8, 8]]
 
 class TestReferenceOnCuda(AttentionContract):
     backend_class = ReferenceAttention
+    device = torch.device("cuda")
+
+
+class TestReferenceInPiecesOnCuda(AttentionContract):
+    backend_class = ReferenceInPieces
     device = torch.device("cuda")
 
 
@@ -129,6 +137,36 @@ def test_startup_measures_memory_and_leaves_the_rest_alone(max_model_len: int | 
     assert len(fresh.generate([fresh.admit([1, 2, 3])], 4)[0]) == 4
     del runner, fresh
     torch.cuda.empty_cache()
+
+
+def test_no_mix_of_rows_takes_more_memory_than_the_profile_found() -> None:
+    device = open_device("cuda")
+    device.activate()
+    num_slots, longest = 128, 32768
+
+    def make_runner(groups: tuple[KVGroup, ...], model_len: int) -> ModelRunner:
+        return small_runner(
+            num_slots=num_slots, num_blocks=groups[0].num_blocks, max_model_len=model_len, device=device
+        )[0]
+
+    groups = group_layers(AttentionModel({}).kv_specs(block_len=4, dtype="float32"))
+    found = profile(
+        make_runner, groups, device, num_slots=num_slots, token_budget=2048, model_len=longest + 1
+    )
+    before_bytes = device.allocated_bytes()
+    sized = tuple(dataclasses.replace(group, num_blocks=2) for group in groups)
+    runner = make_runner(sized, longest + 1)
+    device.reset_peak()
+    for rows in (
+        [(longest - 1, 1)] + [(1023, 1)] * 127,
+        [(256 * slot, 1) for slot in range(1, 128)],
+        [(3000, 1)] * 60 + [(longest - 1500, 1500)] + [(20000, 300)],
+        [(0, 2048)],
+    ):
+        run_dummy_rows(runner, rows, block_len=4, sampling=SamplingParams(temperature=1.0, top_p=0.9))
+    device.synchronize()
+    taken = device.peak_bytes() - before_bytes - 2 * sum(group.bytes_per_block for group in groups)
+    assert 0 < taken <= found
 
 
 def test_many_admissions_in_one_plan_get_their_own_tokens() -> None:

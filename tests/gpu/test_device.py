@@ -1,10 +1,11 @@
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from asyncserve.errors import ConfigError
-from asyncserve.gpu.device import CpuDevice, has_fast_bfloat16, open_device, usable_cores
+from asyncserve.gpu.device import CpuDevice, container_memory, open_device, usable_cores
 
 
 def test_number_of_threads_is_set_on_the_thread_that_activates() -> None:
@@ -43,9 +44,32 @@ def test_memory_figures_are_plausible() -> None:
     assert 0 < memory.free_bytes <= memory.total_bytes
 
 
+def write_cgroup(folder: Path, *, limit: str, used: int, stat: str = "") -> Path:
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(stat)
+    return folder
+
+
+def test_page_cache_of_a_container_is_free_memory(tmp_path: Path) -> None:
+    stat = "anon 300\nfile 600\nactive_file 200\ninactive_file 350\nslab 50\n"
+    memory = container_memory(write_cgroup(tmp_path, limit="1000", used=900, stat=stat))
+    assert memory == (650, 1000)
+
+
+def test_container_has_no_more_free_memory_than_its_limit(tmp_path: Path) -> None:
+    assert container_memory(write_cgroup(tmp_path, limit="1000", used=10, stat="active_file 20")) == (
+        1000,
+        1000,
+    )
+    assert container_memory(write_cgroup(tmp_path, limit="1000", used=1100)) == (0, 1000)
+    assert container_memory(write_cgroup(tmp_path, limit="max", used=10)) is None
+    assert container_memory(tmp_path / "none") is None
+
+
 def test_at_least_one_core_is_usable() -> None:
     assert usable_cores() >= 1
-    assert has_fast_bfloat16(CpuDevice(num_threads=1)) in (True, False)
+    assert CpuDevice(num_threads=1).has_fast_bfloat16 in (True, False)
 
 
 def test_cpu_events_measure_wall_time() -> None:

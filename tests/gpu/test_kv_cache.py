@@ -25,7 +25,9 @@ def test_layers_of_each_group_get_tensors_of_their_own_shape() -> None:
 
 def test_size_is_what_the_spec_says() -> None:
     groups = [group(0, (0, 2)), group(1, (1,), num_kv_heads=3, dtype="bfloat16")]
-    assert KVCache(groups, device=CPU).num_bytes == 5 * sum(group.bytes_per_block for group in groups)
+    cache = KVCache(groups, device=CPU)
+    num_bytes = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    assert num_bytes == 5 * sum(group.bytes_per_block for group in groups)
 
 
 def test_zeroing_blocks_spares_the_others_and_other_groups() -> None:

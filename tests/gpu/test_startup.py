@@ -8,16 +8,21 @@ import torch
 
 from asyncserve.checkpoint import Checkpoint, CheckpointFormat
 from asyncserve.errors import ConfigError, OutOfDeviceMemory, UnsupportedModel
+from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import CpuDevice, MemoryInfo
+from asyncserve.gpu.runner import ModelRunner
 from asyncserve.gpu.startup import (
     choose_dtype,
     context_len,
     fit_model_len,
     group_layers,
+    profile,
     size_pool,
     start_runner,
 )
 from asyncserve.kv_spec import FullAttention, KVGroup
+from asyncserve.step import StepPlan
+from tests.fakes.attention_model import AttentionModel, small_runner
 from tests.fakes.device import FakeDevice
 from tests.fakes.plan_driver import PlanDriver
 from tests.fakes.tiny_model import tiny_llama_config, tiny_llama_folder
@@ -74,8 +79,8 @@ def test_asked_bytes_are_taken_if_they_are_there_and_hold_a_block() -> None:
         size(_Cpu(100 * MIB), kv_cache_memory_bytes=PER_BLOCK)
 
 
-def test_cpu_takes_a_gibibyte_but_at_most_a_quarter_of_what_is_free() -> None:
-    assert size(_Cpu(64 * 1024 * MIB))[0] == 1024
+def test_cpu_takes_a_fixed_size_but_at_most_a_quarter_of_what_is_free() -> None:
+    assert size(_Cpu(64 * 1024 * MIB))[0] == 768
     assert size(_Cpu(400 * MIB))[0] == 100
 
 
@@ -163,13 +168,16 @@ def test_context_length_is_what_the_configuration_means(config: dict[str, Any], 
 
 def test_dtype_is_the_checkpoints_on_a_gpu_and_what_the_processor_does_well_on_a_cpu() -> None:
     class Gpu(FakeDevice):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, *, has_fast_bfloat16: bool = True) -> None:
+            super().__init__(has_fast_bfloat16=has_fast_bfloat16)
             self.torch_device = torch.device("cuda")
 
     assert choose_dtype("auto", {"dtype": "float32"}, Gpu()) == "bfloat16"
     assert choose_dtype("auto", {"torch_dtype": "float16"}, Gpu()) == "float16"
     assert choose_dtype("auto", {"torch_dtype": "bfloat16"}, Gpu()) == "bfloat16"
+    old = Gpu(has_fast_bfloat16=False)
+    assert choose_dtype("auto", {"torch_dtype": "bfloat16"}, old) == "float16"
+    assert choose_dtype("bfloat16", {}, old) == "bfloat16"
     cpu = CpuDevice(num_threads=1)
     assert choose_dtype("auto", {"torch_dtype": "float16"}, cpu) in ("bfloat16", "float32")
     assert choose_dtype("float32", {}, cpu) == "float32"
@@ -223,6 +231,65 @@ def test_default_token_budget_holds_a_token_of_every_sequence() -> None:
         num_threads=1,
     )
     assert info.max_num_batched_tokens == 600
+
+
+def test_without_chunked_prefill_a_step_takes_the_longest_prompt() -> None:
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "load_format": "dummy",
+        "num_gpu_blocks_override": 80,
+        "num_threads": 1,
+        "enable_chunked_prefill": False,
+    }
+    long = dummy_checkpoint(max_position_embeddings=1000)
+    assert start_runner(long, **options)[1].max_num_batched_tokens == 1000
+    assert start_runner(long, max_model_len=700, **options)[1].max_num_batched_tokens == 700
+    assert start_runner(long, max_model_len=100, **options)[1].max_num_batched_tokens == 512
+    with pytest.raises(ConfigError, match="512, below max_model_len 1000: without enable_chunked_prefill"):
+        start_runner(long, max_num_batched_tokens=512, **options)
+
+
+class _RecordingRunner(ModelRunner):
+    """Remembers (tokens of the sequence, tokens computed) of each row of every step."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.steps: list[list[tuple[int, int]]] = []
+
+    def run(self, plan: StepPlan) -> PendingOutput:
+        self.steps.append([(row.start + row.num_tokens, row.num_tokens) for row in plan.sequences])
+        return super().run(plan)
+
+
+@pytest.mark.parametrize(("room", "num_long"), [(2.5, 2), (100, 4), (0.1, 1)])
+def test_profile_runs_the_largest_prefill_the_latest_chunk_and_the_longest_decode_steps(
+    room: float, num_long: int
+) -> None:
+    runners: list[_RecordingRunner] = []
+
+    def make_runner(groups: tuple[KVGroup, ...], model_len: int) -> ModelRunner:
+        runner, _ = small_runner(
+            max_model_len=model_len,
+            num_blocks=groups[0].num_blocks,
+            runner_class=_RecordingRunner,
+            device=device,
+        )
+        assert isinstance(runner, _RecordingRunner)
+        runners.append(runner)
+        return runner
+
+    groups = group_layers(AttentionModel({}).kv_specs(block_len=4, dtype="float32"))
+    longest_bytes = 25 * groups[0].bytes_per_block
+    device = FakeDevice(memory=MemoryInfo(free_bytes=int(room * longest_bytes), total_bytes=2**40))
+    profile(make_runner, groups, device, num_slots=4, token_budget=40, model_len=101)
+    steps = [step for step in runners[0].steps if step]
+    assert [(40, 40)] in steps
+    assert [(10, 10)] * 4 in steps
+    assert [(100, 40)] in steps
+    assert [(100, 1)] * num_long + [(1, 1)] * (4 - num_long) in steps
+    # Nothing is longer than a sequence may be, and none is left.
+    assert max(seq_len for step in steps for seq_len, _ in step) == 100
+    assert len(runners[0].steps) == 4 * 2 + sum(len(step) for step in steps)
 
 
 def test_default_context_is_what_a_small_pool_holds() -> None:

@@ -1,11 +1,15 @@
 """What bad input gets: a 4xx in OpenAI's shape, naming the field, and a server that goes on."""
 
+import asyncio
 import io
 import json
 from typing import Any
 
 import pytest
 
+from asyncserve.errors import InvalidRequest, PromptTooLong
+from asyncserve.http.schema import MAX_FIELDS, MAX_MESSAGES, MAX_TOKEN_IDS
+from tests.fakes.observer import RecordingObserver
 from tests.fakes.tokenizer import FakeTokenizer
 from tests.http.live import live_server, spell
 
@@ -33,7 +37,11 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": [2**70]}, "prompt"),
     (COMPLETIONS, {"prompt": [[1], [2**31]]}, "prompt"),
     (COMPLETIONS, {"prompt": "a" * 500}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], ["a"]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], "a"]}, "prompt"),
     (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1]] * 2049}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1] * 129}, "prompt"),
     (COMPLETIONS, {**PROMPT, "max_tokens": 126}, "max_tokens"),
     # messages
     (CHAT, {}, "messages"),
@@ -96,12 +104,14 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {**PROMPT, "stop_token_ids": [512]}, "stop_token_ids"),
     (COMPLETIONS, {**PROMPT, "stop_token_ids": [-1]}, "stop_token_ids"),
     (COMPLETIONS, {**PROMPT, "stop_token_ids": 5}, "stop_token_ids"),
+    (COMPLETIONS, {**PROMPT, "stop_token_ids": [7] * (MAX_TOKEN_IDS + 1)}, "stop_token_ids"),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"512": 1}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"-1": 1}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"a": 1}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"5": 101}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"5": "x"}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logit_bias": [5]}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "logit_bias": dict.fromkeys(range(MAX_TOKEN_IDS + 1), 1)}, "logit_bias"),
     # what comes back
     (COMPLETIONS, {**PROMPT, "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {**PROMPT, "logprobs": -1}, "logprobs"),
@@ -180,6 +190,41 @@ async def test_over_long_prompt_is_refused_with_the_numbers() -> None:
     assert "301" in answer.error["message"]
 
 
+async def test_lists_as_long_as_they_may_be_are_taken() -> None:
+    limits = {
+        "stop_token_ids": [7] * MAX_TOKEN_IDS,
+        "logit_bias": {str(token_id): 0.5 for token_id in range(512)},
+        **{f"unknown{number}": 0 for number in range(MAX_FIELDS - 3)},
+    }
+    async with live_server(next_token=spell("x")) as live:
+        assert (await live.call(COMPLETIONS, {**PROMPT, **limits})).status == 200
+        answer = await live.call(COMPLETIONS, {**PROMPT, **limits, "one": 0})
+        assert answer.status == 400
+        assert f"{MAX_FIELDS + 1} fields" in answer.error["message"]
+        answer = await live.call(CHAT, {"messages": USER * (MAX_MESSAGES + 1)})
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+        assert f"length <= {MAX_MESSAGES}" in answer.error["message"]
+
+
+async def test_output_length_nobody_asked_for_is_cut_to_the_context_and_one_asked_for_is_refused() -> None:
+    async with live_server(next_token=spell("x" * 50)) as live:
+        [choice] = (await live.complete(prompt="a" * 120)).json["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("x" * (128 - 121), "length")
+        answer = await live.complete(prompt="a" * 120, max_tokens=16)
+    assert (answer.status, answer.error["param"]) == (400, "max_tokens")
+
+
+async def test_errors_are_raised_with_the_cause_they_have_and_not_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rejected: list[BaseException] = []
+    async with live_server(on_rejected=rejected.append) as live:
+        await live.chat(max_completion_tokens=0)
+    [error] = rejected
+    assert error.__cause__ is not error
+    assert "max_completion_tokens" in str(error)
+
+
 @pytest.mark.parametrize(
     ("data", "param", "word"),
     [
@@ -252,14 +297,53 @@ async def test_chat_without_a_template_is_a_400() -> None:
             assert "template" in answer.error["message"]
 
 
-async def test_full_queue_is_a_429_with_retry_after() -> None:
+async def test_full_queue_is_a_429_with_retry_after_for_the_whole_call() -> None:
+    options = {"max_num_queued_requests": 4}
+    async with live_server(next_token=spell("x"), info={"num_slots": 1}, engine_options=options) as live:
+        live.executor.hold()
+        waiting = [asyncio.create_task(live.complete(prompt=["a"] * 2)) for _ in range(2)]
+        await live.until_step_waits()
+        await live.until_running(4)  # one of them runs
+        for fields in ({"prompt": ["a", "b"]}, {"n": 2}, {"prompt": ["a", "b"], "stream": True}):
+            answer = await live.complete(**fields)
+            assert answer.status == 429
+            assert answer.error["code"] == "overloaded"
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert live.num_sequences == 4, "nothing of the call was taken"
+        live.executor.resume()
+        assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_call_that_could_never_wait_whole_is_a_400_with_both_numbers() -> None:
     async with live_server(next_token=spell("x"), engine_options={"max_num_queued_requests": 4}) as live:
-        answer = await live.complete(prompt=["a"] * 20)
-        assert answer.status == 429
-        assert answer.error["code"] == "overloaded"
-        assert int(answer.headers["Retry-After"]) >= 1
-        await live.until_running(0)
+        for fields in ({"prompt": ["a"] * 5}, {"n": 5}, {"prompt": ["a"] * 5, "stream": True}):
+            answer = await live.complete(**fields)
+            assert answer.status == 400
+            assert "5 sequences" in answer.error["message"]
+            assert "at most 4" in answer.error["message"]
+        assert (await live.complete(prompt=["a"] * 4)).status == 200
+
+
+async def test_what_http_refuses_is_reported_once_and_what_the_engine_refuses_is_not_reported_twice() -> None:
+    rejected: list[str] = []
+    observer = RecordingObserver()
+    async with live_server(
+        next_token=spell("x"),
+        engine_options={"observer": observer},
+        on_rejected=lambda error: rejected.append(type(error).__name__),
+    ) as live:
+        await live.complete(model="other")
+        await live.chat(model="other")
+        await live.complete(temperature=-1)
+        await live.chat(messages=[])
+        assert rejected == ["UnknownModel", "UnknownModel", "InvalidRequest", "InvalidRequest"]
+        await live.complete(max_tokens=500)
+        await live.chat(max_tokens=500)
+        await live.complete(prompt=[600])
         assert (await live.complete()).status == 200
+        await live.call("/tokenize", {"model": "other", "prompt": "a"})
+    assert len(rejected) == 4
+    assert [type(error) for error in observer.rejected] == [PromptTooLong, PromptTooLong, InvalidRequest]
 
 
 async def test_nothing_is_taken_before_the_engine_has_started() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from tests.fakes.executor import fake_continuation
 from tests.fakes.tokenizer import BOS_ID, EOS_ID, FakeTokenizer
-from tests.http.live import MODEL, live_server, spell
+from tests.http.live import MODEL, Answer, live_server, spell
 
 
 async def test_answer_has_openais_shape() -> None:
@@ -176,6 +176,47 @@ async def test_echo_with_logprobs_scores_the_prompt_but_its_first_token() -> Non
         for name, values in event["choices"][0]["logprobs"].items():
             joined[name] += values
     assert joined == lists
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets", "text"),
+    [
+        # SentencePiece puts a space before the prompt, which is not in its text, nor in the output after BOS
+        # alone.
+        ("ab", ["<bos>", " ", "a", "b", " ", "x"], [0, 0, 0, 1, 2, 3], "ab x"),
+        (" ab", ["<bos>", " ", " ", "a", "b", " ", "x"], [0, 0, 0, 1, 2, 3, 4], " ab x"),
+        ([256, 32, 97], ["<bos>", " ", "a", " ", "x"], [0, 0, 0, 1, 2], "a x"),
+        ([256], ["<bos>", " ", "x"], [0, 0, 0], "x"),
+    ],
+)
+async def test_offsets_are_those_of_the_shown_text_where_a_space_is_stripped(
+    prompt: Any, tokens: list[str], offsets: list[int], text: str, stream: bool
+) -> None:
+    tokenizer = FakeTokenizer(strips_leading_space=True)
+    async with live_server(next_token=spell(" x"), tokenizer=tokenizer) as live:
+        fields = {"prompt": prompt, "max_tokens": 2, "logprobs": 0, "stream": stream}
+        echoed = await live.complete(**fields, echo=True)
+        plain = await live.complete(**fields)
+    assert _joined(echoed, stream) == (text, tokens, offsets)
+    num_prompt = len(tokens) - 2
+    num_shown = offsets[num_prompt]
+    assert _joined(plain, stream) == (
+        text[num_shown:],
+        tokens[num_prompt:],
+        [offset - num_shown for offset in offsets[num_prompt:]],
+    )
+
+
+def _joined(answer: Answer, is_stream: bool) -> tuple[str, list[str], list[int]]:
+    """Return text, tokens and offsets of the one choice of an answer."""
+    bodies = answer.events[:-1] if is_stream else [answer.json]
+    choices = [body["choices"][0] for body in bodies]
+    return (
+        "".join(choice["text"] for choice in choices),
+        [token for choice in choices for token in choice["logprobs"]["tokens"]],
+        [offset for choice in choices for offset in choice["logprobs"]["text_offset"]],
+    )
 
 
 @pytest.mark.parametrize(

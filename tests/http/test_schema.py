@@ -11,7 +11,7 @@ def test_unknown_field_is_ignored_and_warned_of_once(caplog: pytest.LogCaptureFi
     decoder = BodyDecoder()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert decoder.decode(b'{"prompt": "a", "foo": 1}', CompletionBody).prompt == "a"
+            assert decoder.decode(b'{"model": "a", "foo": 1}', CompletionBody).model == "a"
         decoder.decode(b'{"prompt": "a", "bar": 1}', CompletionBody)
     assert [record.args for record in caplog.records] == [("foo",), ("bar",)]
 
@@ -49,7 +49,7 @@ def test_field_is_in_one_list_only() -> None:
 
 
 def test_wrong_type_deep_inside_names_the_top_field_and_the_path() -> None:
-    body = b'{"messages": [{"role": "user", "content": [{"type": 3}]}]}'
-    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content\[0\]\.type: Expected `str`") as raised:
+    body = b'{"messages": [{"role": "user", "tool_calls": [{}, 3]}]}'
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.tool_calls\[1\]: Expected `object`") as raised:
         BodyDecoder().decode(body, ChatBody)
     assert raised.value.param == "messages"

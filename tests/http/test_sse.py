@@ -15,10 +15,8 @@ from asyncserve.http.sse import (
     EventStream,
     StreamEnd,
     StreamSink,
-    merge_all,
-    total_usage,
 )
-from asyncserve.request import FinishReason, RequestOutput, TokenLogprobs, Usage
+from asyncserve.request import FinishReason, RequestOutput, Usage
 from tests.http.live import until
 
 
@@ -266,20 +264,6 @@ async def test_reader_that_leaves_while_behind_ends_the_stream() -> None:
     sink.put(output("a"))
     transport.closed = True
     assert await stream.ended is StreamEnd.FAILED
-
-
-def test_merging_all_equals_merging_one_by_one() -> None:
-    def scored(text: str, **fields: Any) -> RequestOutput:
-        entries = [TokenLogprobs(token_id=ord(text), logprob=-1.0, rank=1, top=())]
-        return output(text, logprobs=entries, **fields)
-
-    outputs = [scored("a", prompt_logprobs=[1]), scored("b"), scored("c", end=FinishReason.STOP)]
-    stepwise = outputs[0].merge(outputs[1]).merge(outputs[2])
-    assert merge_all(outputs) == stepwise
-
-
-def test_usage_of_choices_counts_the_prompt_once_and_its_cache_as_the_first_choice_found_it() -> None:
-    assert total_usage([Usage(10, 3, 8), Usage(10, 4, 0)]) == Usage(10, 7, 0)
 
 
 def test_escaped_texts_remember_short_ones_only() -> None:

@@ -1,5 +1,6 @@
 """The mistreatment itself, of a whole server over the fake device, which checks every plan."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,7 @@ from asyncserve.http.app import build_app, make_runner
 from asyncserve.loop.engine import Engine
 from asyncserve.metrics.collector import EngineCollector
 from asyncserve.metrics.observer import PrometheusObserver, render
-from loadtest.chaos import Chaos, gauges, main
+from loadtest.chaos import Chaos, gauges, late_health, main
 from loadtest.client import Client
 from tests.fakes.executor import FakeExecutor, fake_info
 from tests.fakes.tokenizer import FakeTokenizer
@@ -91,6 +92,39 @@ async def test_a_server_that_answers_what_it_should_refuse_is_complained_of() ->
         assert any("max_tokens 0: HTTP 200" in message for message in chaos.tally.complaints)
         assert any(message.startswith("stream: ") for message in chaos.tally.complaints)
         client.close()
+
+
+@pytest.mark.slow
+async def test_an_answer_of_health_that_comes_after_the_end_is_waited_for_and_timed() -> None:
+    """It was cancelled, so that the longest answer of all did not count."""
+    asked: list[web.Request] = []
+
+    @web.middleware
+    async def first_late(
+        request: web.Request, handler: Callable[[web.Request], object]
+    ) -> web.StreamResponse:
+        if request.path == "/health":
+            asked.append(request)
+            if len(asked) == 1:
+                await asyncio.sleep(0.6)
+        response = await handler(request)  # type: ignore[misc]
+        assert isinstance(response, web.StreamResponse)
+        return response
+
+    async with running_server(lambda app: app.middlewares.append(first_late)) as (url, _):
+        client = Client(url, model="fake", timeout_s=20)
+        chaos = chaos_on(client, disconnects=0.0)
+        await chaos.run(0.1)
+        client.close()
+    assert len(chaos.tally.health_ms) == len(asked)
+    assert chaos.tally.health_ms[0] > 550
+
+
+def test_health_is_late_by_its_maximum() -> None:
+    times_ms = [1.0] * 999 + [60.0]
+    assert late_health(times_ms, 50.0) == "/health took over 50 ms in 1 of 1000 requests, 60.0 ms at most"
+    assert late_health(times_ms, 60.0) is None
+    assert late_health([], 50.0) == "/health was never answered"
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,11 @@
+import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
-from loadtest.client import Client, Connection, Record, StreamReader
+from loadtest.client import Client, Connection, ConnectionLost, Record, StreamReader
 from loadtest.workload import Sample
 from tests.fakes.openai_server import ScriptedServer
 
@@ -12,12 +14,13 @@ def client_of(server: ScriptedServer, endpoint: str = "completions") -> Client:
     return Client(server.url, model="scripted", endpoint=endpoint, timeout_s=5)
 
 
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 @pytest.mark.parametrize("events_per_write", [0, 1, 3, 100])
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 async def test_tokens_and_events_are_counted_however_the_stream_is_cut(
-    endpoint: str, events_per_write: int
+    endpoint: str, events_per_write: int, line_end: str
 ) -> None:
-    async with ScriptedServer(events_per_write=events_per_write).running() as server:
+    async with ScriptedServer(events_per_write=events_per_write, line_end=line_end).running() as server:
         client = client_of(server, endpoint)
         record = await client.complete(Sample("one two three", 6))
         client.close()
@@ -79,12 +82,121 @@ async def test_a_stream_that_breaks_off_is_a_failure_that_keeps_what_came() -> N
     assert record.status == 200
 
 
-async def test_a_stream_without_its_end_mark_is_a_failure() -> None:
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+async def test_a_stream_with_a_finish_reason_is_complete_without_its_end_mark(endpoint: str) -> None:
     async with ScriptedServer(sends_done=False).running() as server:
+        client = client_of(server, endpoint)
+        record = await client.complete(Sample("a", 4))
+        client.close()
+    assert (record.error, record.num_output_tokens, len(record.gaps_s)) == (None, 4, 3)
+
+
+async def test_a_stream_without_end_mark_and_finish_reason_is_a_failure() -> None:
+    async with ScriptedServer(sends_done=False, sends_finish=False).running() as server:
         client = client_of(server)
         record = await client.complete(Sample("a", 4))
         client.close()
-    assert record.error == "the stream ended without [DONE]"
+    assert record.error == "the stream ended without [DONE] or a finish reason"
+
+
+@pytest.mark.parametrize("num_cached", [None, 0, 2])
+async def test_prompt_tokens_from_the_cache_are_recorded_where_the_server_tells(
+    num_cached: int | None,
+) -> None:
+    async with ScriptedServer(num_cached=num_cached).running() as server:
+        client = client_of(server)
+        record = await client.complete(Sample("a b c", 4))
+        client.close()
+    assert record.num_cached_tokens == num_cached
+
+
+@pytest.mark.parametrize(("num_missing", "is_wrong"), [(0, False), (1, True)])
+async def test_an_answer_of_another_length_than_asked_for_is_known(num_missing: int, is_wrong: bool) -> None:
+    async with ScriptedServer(num_missing=num_missing).running() as server:
+        client = client_of(server)
+        record = await client.complete(Sample("a", 4))
+        client.close()
+    assert record.error is None
+    assert record.has_wrong_length is is_wrong
+
+
+async def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
+    async with ScriptedServer(closes=True).running() as server:
+        client = client_of(server)
+        records = [await client.complete(Sample("a", 2)) for _ in range(3)]
+        client.close()
+    assert [record.error for record in records] == [None] * 3
+    assert len(set(map(id, server.connections))) == 3
+    assert client.num_reconnects == 0
+
+
+MODELS = b'HTTP/1.1 200 OK\r\nContent-Length: 23\r\n\r\n{"data": [{"id": "m"}]}'
+
+
+@asynccontextmanager
+async def server_of_answers(*connections: Sequence[bytes]) -> AsyncIterator[tuple[Client, list[int]]]:
+    """Give each connection its answers, one a request, and close it after the last."""
+    waiting = iter(connections)
+    num_requests: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(num_requests)
+        num_requests.append(0)
+        for answer in next(waiting):
+            await reader.read(65536)
+            num_requests[number] += 1
+            writer.write(answer)
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=5)
+        yield client, num_requests
+        client.close()
+
+
+async def test_a_kept_connection_that_turns_out_closed_is_replaced_once() -> None:
+    async with server_of_answers([MODELS, b""], [MODELS]) as (client, num_requests):
+        assert await client.served_model() == ("m", None)
+        assert await client.served_model() == ("m", None)
+        assert num_requests == [2, 1]
+        assert client.num_reconnects == 1
+
+
+async def test_a_new_connection_that_is_closed_without_an_answer_is_a_failure() -> None:
+    async with server_of_answers([b""], [MODELS]) as (client, num_requests):
+        with pytest.raises(ConnectionLost):
+            await client.served_model()
+        assert num_requests == [1]
+
+
+async def test_the_replacement_of_a_kept_connection_is_not_replaced_again() -> None:
+    async with server_of_answers([MODELS, b""], [b""], [MODELS]) as (client, num_requests):
+        await client.served_model()
+        with pytest.raises(ConnectionLost):
+            await client.served_model()
+        assert num_requests == [2, 1]
+
+
+async def test_a_kept_connection_that_ends_within_the_answer_is_a_failure() -> None:
+    async with server_of_answers([MODELS, MODELS[:20]], [MODELS]) as (client, num_requests):
+        await client.served_model()
+        with pytest.raises(ConnectionLost):
+            await client.served_model()
+        assert num_requests == [2]
+        assert client.num_reconnects == 0
+
+
+async def test_a_stream_that_is_sent_again_counts_from_its_first_sending() -> None:
+    events = b'data: {"choices":[{"text":"a","finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
+    stream = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(events) + events
+    async with server_of_answers([MODELS, b""], [stream]) as (client, num_requests):
+        await client.served_model()
+        record = Record(started_s=1.0)
+        await client.on_connection(lambda connection: client.stream(connection, b"{}", record))
+        assert (record.error, record.started_s) == (None, 1.0)
+        assert num_requests == [2, 1]
 
 
 async def test_a_server_that_is_not_there_is_a_failure() -> None:
@@ -142,6 +254,35 @@ def test_content_and_finish_reason_in_one_event_count_as_content_whatever_their_
 def test_an_error_inside_the_stream_fails_the_request() -> None:
     record, _ = read_in_pieces([b'data: {"error":{"message":"it broke"}}\n\n'])
     assert record.error == "error in the stream: it broke"
+
+
+def test_lines_may_end_in_crlf_wherever_reads_split_them() -> None:
+    stream = (
+        b': a comment\r\n\r\nevent: chunk\r\ndata: {"choices":[{"text":"a"}]}\r\nid: 1\r\n\r\n'
+        b'data: {"choices":[{"text":"b","finish_reason":"stop"}]}\r\n\r\n'
+        b'id: 3\r\ndata: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":2}}\r\n\r\n'
+        b"data: [DONE]\r\n\r\n"
+    )
+    for split in range(1, len(stream)):
+        record, reader = read_in_pieces([stream[:split], stream[split:]])
+        assert (reader.num_content_events, reader.is_done, record.num_output_tokens) == (2, True, 2), split
+
+
+def test_a_stream_that_ends_within_an_event_is_not_complete() -> None:
+    finish = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\n'
+    assert read_in_pieces([finish])[1].is_complete
+    assert not read_in_pieces([finish, b'data: {"choi'])[1].is_complete
+    assert not read_in_pieces([finish.replace(b'"stop"', b"null")])[1].is_complete
+
+
+def test_usage_within_a_content_event_is_taken_and_null_is_not() -> None:
+    record, _ = read_in_pieces(
+        [
+            b'data: {"choices":[{"text":"a"}],"usage":null}\n\n',
+            b'data: {"choices":[{"text":"b"}],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n',
+        ]
+    )
+    assert (record.num_prompt_tokens, record.num_output_tokens, record.has_usage) == (3, 2, True)
 
 
 def test_generated_text_that_looks_like_the_protocol_is_text() -> None:

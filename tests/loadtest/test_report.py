@@ -15,6 +15,8 @@ def record(
     ttft_s: float = 0.1,
     e2el_s: float = 1.1,
     tokens: int = 11,
+    asked: int | None = None,
+    cached: int | None = None,
     error: str | None = None,
 ) -> Record:
     return Record(
@@ -24,6 +26,8 @@ def record(
         gaps_s=array("d", [(e2el_s - ttft_s) / (tokens - 1)] * (tokens - 1)),
         num_prompt_tokens=20,
         num_output_tokens=tokens,
+        num_asked_tokens=tokens if asked is None else asked,
+        num_cached_tokens=cached,
         has_usage=True,
         status=200,
         error=error,
@@ -64,6 +68,29 @@ def test_failures_count_for_nothing_but_themselves() -> None:
     assert report.total_throughput == pytest.approx(15.5)
     assert report.request_throughput == pytest.approx(0.5)
     assert report.latencies["ttft"].count == 1
+
+
+def test_answers_of_another_length_are_counted_where_the_server_counts() -> None:
+    uncounted = record(asked=12)
+    uncounted.has_usage = False
+    report = summarize([record(), record(asked=12), record(asked=10), uncounted], duration_s=1.0)
+    assert report.num_wrong_length == 2
+    assert not report.is_sound
+    assert "wrong length  2 answers" in to_table(report)
+    assert summarize([record(), record()], duration_s=1.0).is_sound
+    assert not summarize([record(), record(error="boom")], duration_s=1.0).is_sound
+
+
+def test_the_share_of_cached_prompt_tokens_is_given_where_the_server_tells() -> None:
+    silent = summarize([record()], duration_s=1.0)
+    assert (silent.num_cached_tokens, silent.prefix_cache_hit_rate) == (None, None)
+    assert "does not tell" in to_table(silent)
+    # A server may leave the figure out where it is 0.
+    report = summarize([record(cached=16), record(), record(cached=0, error="boom")], duration_s=1.0)
+    assert (report.num_cached_tokens, report.prefix_cache_hit_rate) == (16, 0.4)
+    assert "16 prompt tokens were in it (40.0%)" in to_table(report)
+    assert report.to_json()["prefix_cache_hit_rate"] == 0.4
+    assert summarize([record(cached=0)], duration_s=1.0).prefix_cache_hit_rate == 0.0
 
 
 def test_goodput_counts_requests_that_keep_every_limit() -> None:

@@ -1,4 +1,4 @@
-from loadtest.workload import FIRST_TOKEN_ID, random_tokens, text
+from loadtest.workload import FIRST_TOKEN_ID, longest, random_tokens, text
 
 
 def test_random_prompts_have_the_lengths_asked_for_and_ids_inside_the_vocabulary() -> None:
@@ -14,6 +14,24 @@ def test_lengths_spread_over_the_whole_range_and_not_beyond() -> None:
     samples = random_tokens(400, input_len=10, output_len=10, range_ratio=0.5)
     assert {len(sample.prompt) for sample in samples} == set(range(5, 16))
     assert {sample.max_tokens for sample in samples} == set(range(5, 16))
+
+
+def test_lengths_are_rounded_outwards_and_never_nothing() -> None:
+    samples = random_tokens(300, input_len=5, output_len=1, range_ratio=0.1)
+    assert {len(sample.prompt) for sample in samples} == {4, 5, 6}
+    assert {sample.max_tokens for sample in samples} == {1, 2}
+    assert longest(5, 0.1) == 6
+    assert longest(5, 0.0) == 5
+
+
+def test_samples_of_different_seeds_share_no_prompt_and_no_beginning() -> None:
+    for make in (random_tokens, text):
+        seeds = [f"7, run {run}, repeat {repeat}" for run in range(4) for repeat in range(4)]
+        drawn = [make(200, input_len=12, output_len=1, prefix_len=3, seed=seed) for seed in seeds]
+        prompts = [sample.prompt for samples in drawn for sample in samples]
+        assert len(set(prompts)) == len(prompts)
+        prefixes = {str(samples[0].prompt).split()[0] for samples in drawn}
+        assert len(prefixes) == len(seeds)
 
 
 def test_the_same_seed_gives_the_same_samples_and_another_seed_others() -> None:

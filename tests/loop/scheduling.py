@@ -141,7 +141,7 @@ class Bench:
         self.runner.fail(plan)
         self.now_s += 1.0
         error = StepFailed("out of order", step_id=plan.step_id)
-        return self._deliver(self.scheduler.fail(plan.step_id, error, self.now_s))
+        return self._deliver(self.scheduler.fail(plan.step_id, error))
 
     def step(self) -> tuple[StepPlan, list[TokenDelta]]:
         """Plan, run and apply one step, with none ahead."""
@@ -151,12 +151,18 @@ class Bench:
     def run(self) -> list[StepPlan]:
         """Go on, as far ahead as allowed, until nothing is left; return the plans."""
         plans = []
-        while self.scheduler.has_work:
+        while self.has_work:
             while (plan := self.plan()) is not None:
                 plans.append(plan)
             self.apply()
         self.check_nothing_leaked()
         return plans
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence waits or runs, or a step is in flight."""
+        statistics = self.statistics()
+        return bool(statistics.num_running or statistics.num_waiting or statistics.num_unapplied_steps)
 
     def check_nothing_leaked(self) -> None:
         statistics = self.statistics()

@@ -61,18 +61,24 @@ def test_text_parts_become_one_string() -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "param"),
     [
-        [{"type": "image_url", "image_url": {"url": "x"}}],
-        [{"type": "text"}],
-        [{"type": "text", "text": 3}],
-        [None],
-        3,
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "messages[0].content[0].type"),
+        (["a", {"type": "text"}], "messages[0].content[1].text"),
+        ([{"type": "text", "text": 3}], "messages[0].content[0].text"),
+        ([None], "messages[0].content[0].text"),
+        (3, "messages[0].content"),
     ],
 )
-def test_content_that_is_no_text_is_refused(content: object) -> None:
+def test_content_that_is_no_text_is_refused_by_its_place(content: object, param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         _render("{{ messages[0].content }}", _message(content))
+    assert raised.value.param == param
+
+
+def test_a_message_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\] is of the type str") as raised:
+        _render("{{ messages }}", "hello")  # type: ignore[arg-type]
     assert raised.value.param == "messages"
 
 

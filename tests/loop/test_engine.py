@@ -2,9 +2,11 @@ import asyncio
 import logging
 import random
 import threading
+from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +26,9 @@ from asyncserve.request import (
     ChatPrompt,
     FinishReason,
     Prompt,
+    Request,
     RequestOutput,
+    SamplingParams,
     TextPrompt,
     TokensPrompt,
 )
@@ -235,7 +239,78 @@ async def test_what_the_pool_could_never_hold_is_refused_with_the_numbers() -> N
         assert isinstance(sink.error, PromptTooLong)
         assert sink.error.param == "max_tokens"
         assert "36" in sink.error.message
-        assert str(b.engine.max_sequence_len) in sink.error.message
+        assert "holds 20" in sink.error.message
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        # Values whose types change behind the back of what checks them when built.
+        (lambda: spoilt(TextPrompt(text="x"), text=None), EngineError),
+        (lambda: spoilt(TokensPrompt(token_ids=[1]), token_ids=None), EngineError),
+        (lambda: TokensPrompt(token_ids=["a"]), InvalidRequest),  # type: ignore[list-item]
+        (lambda: TokensPrompt(token_ids=[1.5]), InvalidRequest),  # type: ignore[list-item]
+        (lambda: TokensPrompt(token_ids=array("b", [1, -2])), InvalidRequest),
+        (lambda: TokensPrompt(token_ids={1: 2}.keys()), type(None)),  # type: ignore[arg-type]
+    ],
+)
+async def test_an_odd_prompt_ends_its_own_request_alone(
+    spoil: Callable[[], Prompt], kind: type[Exception]
+) -> None:
+    async with bench() as b:
+        odd = await b.send(spoil(), "odd").wait()
+        assert type(odd.error) is kind
+        assert (await b.send("good", "good").wait()).choice().token_ids == expected_tokens("good", 6)
+
+
+def spoilt(prompt: Any, **fields: Any) -> Any:
+    for name, value in fields.items():
+        object.__setattr__(prompt, name, value)
+    return prompt
+
+
+@pytest.mark.parametrize(
+    ("build", "param"),
+    [
+        (lambda: TextPrompt(text=None), "prompt"),  # type: ignore[arg-type]
+        (lambda: TokensPrompt(token_ids=None), "prompt"),  # type: ignore[arg-type]
+        (lambda: TokensPrompt(token_ids="hi"), "prompt"),  # type: ignore[arg-type]
+        (lambda: TokensPrompt(token_ids=b"\0\0\0\0"), "prompt"),
+        (lambda: request(None), "prompt"),  # type: ignore[arg-type]
+        (lambda: request("x", priority="high"), "priority"),  # type: ignore[arg-type]
+        (lambda: replace(request("x"), cache_salt=5), "cache_salt"),  # type: ignore[arg-type]
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_when_a_request_is_built(
+    build: Callable[[], object], param: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="is of the type") as caught:
+        build()
+    assert caught.value.param == param
+
+
+async def test_a_long_token_prompt_is_refused_by_its_length_before_its_ids_are_looked_at() -> None:
+    async with bench() as b:
+        sink = await b.send(TokensPrompt(token_ids=[-1] * 20_000)).wait()
+        assert type(sink.error) is PromptTooLong
+        assert "20000" in sink.error.message
+        assert "128" in sink.error.message
+
+
+async def test_a_default_output_length_is_cut_to_the_context_and_one_asked_for_is_not() -> None:
+    async with bench(fake_info(vocab_size=VOCAB_SIZE, max_model_len=20)) as b:
+        asked = Request(
+            request_id="r",
+            prompt=TextPrompt(text="x" * 10),
+            sampling=SamplingParams(ignore_eos=True),
+            arrival_s=0,
+        )
+        cut = RecordingSink()
+        b.engine.submit(asked, cut)
+        assert len((await cut.wait()).choice().token_ids) == 20 - 11
+        refused = await b.send("x" * 10, max_tokens=16).wait()
+        assert isinstance(refused.error, PromptTooLong)
+        assert refused.error.param == "max_tokens"
 
 
 async def test_a_tokenizer_that_breaks_fails_one_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,7 +336,7 @@ async def test_the_queue_has_an_end_and_says_when_to_come_back() -> None:
         queued = [b.send("x", f"queued {i}") for i in range(2)]
         await b.turn()
         queued.append(b.send("x", "queued 2"))
-        with pytest.raises(Overloaded, match="3 requests are waiting") as caught:
+        with pytest.raises(Overloaded, match="3 sequences are waiting, 1 more") as caught:
             b.send("x", "too many")
         assert caught.value.retry_after_s >= 1.0
         assert b.observer.rejected == [caught.value]
@@ -281,6 +356,32 @@ async def test_a_burst_that_is_not_even_tokenized_yet_fills_the_queue() -> None:
         for sink in sinks:
             await sink.wait()
         await b.send("x", "5").wait()
+
+
+async def test_choices_count_one_by_one_against_the_bound_of_the_queue() -> None:
+    async with bench(fake_info(num_slots=1), max_num_queued_requests=5) as b:
+        first = b.send("x", "first", n=3)  # not even tokenized
+        with pytest.raises(Overloaded, match="3 sequences are waiting, 3 more are asked for"):
+            b.send("x", "second", n=3)
+        second = b.send("x", "second", n=2)
+        assert b.engine.statistics().num_waiting == 5
+        b.engine.abort("second")
+        await b.until(lambda: b.engine.statistics().num_waiting == 2)
+        assert second.outputs == []
+        await first.wait()
+        bad = await b.send("x", "bad", n=5, logit_bias={VOCAB_SIZE: 1.0}).wait()
+        assert bad.error is not None
+        assert b.engine.statistics().num_waiting == 0
+
+
+async def test_a_call_of_more_sequences_than_may_ever_wait_is_refused_for_good_with_the_numbers() -> None:
+    async with bench(max_num_queued_requests=5) as b:
+        with pytest.raises(InvalidRequest, match=r"6 sequences are asked for at once; .* at most 5 wait"):
+            b.send("x", n=6)
+        with pytest.raises(InvalidRequest, match="9 sequences"):
+            b.engine.check_room(9)
+        assert [type(error) for error in b.observer.rejected] == [InvalidRequest] * 2
+        b.engine.check_room(5)
 
 
 # ---- aborts --------------------------------------------------------------------------------------------
@@ -330,7 +431,7 @@ async def test_abort_between_two_chunks_of_the_prompt() -> None:
         await b.turn()
         b.executor.complete()
         await b.turn()
-        assert sum(plan.num_samples for plan in b.executor.plans) == 0
+        assert not any(each.samples for plan in b.executor.plans for each in plan.sequences)
         b.engine.abort("r")
         await b.settle()
         assert sink.outputs == []
@@ -500,6 +601,25 @@ async def test_a_stage_that_dies_ends_the_engine_and_tells_everyone(
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
 
 
+async def test_a_request_that_comes_just_as_a_stage_dies_hears_that_the_engine_stopped() -> None:
+    def broken(token_ids: Any, prompt_len: int) -> int:
+        raise ZeroDivisionError("a bug in the device side")
+
+    async with bench(next_token=broken, settles=False) as b:
+        b.send("x", "first")
+        refusals: list[Exception] = []
+        for turn in range(1000):
+            await asyncio.sleep(0)
+            try:
+                b.send("x", str(turn))
+            except EngineError as error:
+                refusals.append(error)
+                if isinstance(error, NotReady):
+                    break
+        assert {type(error) for error in refusals} == {EngineStopped, NotReady}
+        assert b.observer.rejected == refusals
+
+
 # ---- life ----------------------------------------------------------------------------------------------
 
 
@@ -514,8 +634,6 @@ async def test_nothing_is_taken_before_the_engine_has_started() -> None:
         engine.submit(request("x"), RecordingSink())
     with pytest.raises(NotReady):
         _ = engine.info
-    with pytest.raises(NotReady):
-        _ = engine.max_sequence_len
     engine.abort("r")
     engine.check()
     assert engine.statistics().num_running == 0
@@ -530,7 +648,6 @@ async def test_an_engine_tells_what_it_runs_on_once_started() -> None:
     async with bench(fake_info(num_blocks=6, block_len=4)) as b:
         assert b.engine.info is b.executor.info
         assert b.engine.tokenizer is b.tokenizer
-        assert b.engine.max_sequence_len < b.executor.info.max_model_len
         assert b.engine.is_accepting
         with pytest.raises(RuntimeError, match="started once"):
             await b.engine.start()

@@ -69,7 +69,7 @@ def simulate(seed: int) -> dict[str, int]:
             )
 
     num_failed_steps = 0
-    while num_left or bench.scheduler.has_work:
+    while num_left or bench.has_work:
         action = rng.random()
         if bench.received and rng.random() < abort_rate:
             bench.abort(rng.randrange(len(bench.received)))
@@ -77,7 +77,7 @@ def simulate(seed: int) -> dict[str, int]:
             add_some()
         elif action < 0.6:
             planned = bench.plan()
-            assert planned is not None or bench.in_flight or not bench.scheduler.has_work
+            assert planned is not None or bench.in_flight or not bench.has_work
         elif bench.in_flight:
             if rng.random() < failure_rate:
                 bench.fail()

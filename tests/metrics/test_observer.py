@@ -6,7 +6,6 @@ from prometheus_client import CollectorRegistry
 
 from asyncserve.errors import (
     AsyncserveError,
-    DeadlineExceeded,
     EngineStopped,
     InvalidRequest,
     NotReady,
@@ -134,6 +133,23 @@ def test_a_sequence_aborted_in_its_prefill_counts_its_prompt_once() -> None:
     assert value_of(registry, "request_inference_time_seconds_count") == 0
 
 
+def test_a_sequence_that_left_before_its_first_token_was_told_has_its_prompt_counted() -> None:
+    registry, observer = new_observer()
+    timeline = finished_timeline()  # the scheduler has stamped a first token; nobody reported it
+    observer.request_finished(timeline, FinishReason.ABORT)
+    assert value_of(registry, "prompt_tokens_total") == 30
+    assert value_of(registry, "prompt_tokens_cached_total") == 16
+
+
+def test_a_sequence_that_left_before_it_was_tokenized_has_no_lengths_to_count() -> None:
+    registry, observer = new_observer()
+    timeline = RequestTimeline(arrived_s=10.0, finished_s=13.0)
+    observer.request_finished(timeline, FinishReason.ABORT)
+    assert value_of(registry, "request_prompt_tokens_count") == 0
+    assert value_of(registry, "request_params_max_tokens_count") == 0
+    assert value_of(registry, "request_generation_tokens_count") == 1
+
+
 def test_a_sequence_of_one_token_has_no_time_per_output_token() -> None:
     registry, observer = new_observer()
     timeline = finished_timeline()
@@ -202,7 +218,6 @@ def test_a_step_that_only_releases_slots_is_no_step_of_the_device() -> None:
         (PromptTooLong("long"), "prompt_too_long"),
         (InvalidRequest("bad"), "invalid"),
         (UnknownModel("who"), "unknown_model"),
-        (DeadlineExceeded("late"), "deadline"),
         (EngineStopped("gone"), "engine_stopped"),
         (AsyncserveError("?"), "other"),
         (ValueError("?"), "other"),

@@ -2,6 +2,7 @@
 
 interface.py   what a layer asks, what a backend must do
 registry.py    backends by name, and which one a device gets
+row_groups.py  which decode rows are attended together
 reference.py   plain torch, any device
 cpu.py         made fast for processors
 """

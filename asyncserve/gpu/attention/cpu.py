@@ -7,21 +7,21 @@ which goes to oneDNN, so attention is spelled out here as two such products roun
   one. Their pages are gathered into scratch memory that is kept from step to step (fresh memory of that size
   costs more in page faults than the copy itself). The query heads that share a KV head are the rows of one
   product, so K and V are never repeated;
-* a decode row alone goes to torch's own kernel, which costs less to call (20 µs against 40);
+* a decode row alone goes to torch's own kernel, which costs less to call;
 * prefill rows go one by one in tiles of queries, each over the keys it can see and no others.
 
 Scores are rounded to the activations' dtype before the softmax, which computes in float32: what
-transformers' eager attention does. Measured with SmolLM2 shapes on one core of a Zen 5, bfloat16, per layer:
-32 rows of 256 positions 235 µs against 808 µs for scaled_dot_product_attention, a prompt of 512 tokens
-2.8 ms against 7.3 ms.
+transformers' eager attention does. What this gains was measured in docs/decisions/0002.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from asyncserve.gpu.attention.interface import AttentionLayer
+from asyncserve.gpu.attention.row_groups import similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import FullAttention, KVSpec
@@ -34,6 +34,9 @@ _MOST_SCORES = 1 << 22
 
 _FREE_PADDING = 32
 """Pages (of all decode rows of a group together) that may be padding before a group of its own pays."""
+
+_MOST_GATHERED = 1 << 25
+"""Most elements of K gathered for a group of decode rows, unless one row alone has more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,14 +72,12 @@ class _Prefill:
         num_tokens: How many.
         start: Its first token's position: how many are cached.
         page_rows: `[num_kv_heads * num_pages] int64`; None without a cached beginning.
-        masks: (window_len, dtype, first query, heads per KV head) to a tile's additive mask.
     """
 
     begin: int
     num_tokens: int
     start: int
     page_rows: torch.Tensor | None
-    masks: dict[tuple[int | None, torch.dtype, int, int], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +85,6 @@ class _GroupStep:
     """What one step needs in one KV group; `write_rows` is `[num_tokens * num_kv_heads] int64`."""
 
     write_rows: torch.Tensor
-    num_decode_rows: int
     decodes: list[_DecodeGroup]
     prefills: list[_Prefill]
 
@@ -216,7 +216,8 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
     seq_lens = batch.seq_lens_host
     num_pages = [-(-seq_len // block_len) for seq_len in seq_lens]
     decodes = []
-    for rows in _similar_rows(num_pages[:num_decode]):
+    most_pages = _MOST_GATHERED // (num_kv_heads * block_len * spec.head_dim)
+    for rows in similar_rows(num_pages[:num_decode], free_padding=_FREE_PADDING, most_pages=most_pages):
         pages = max(num_pages[row] for row in rows)
         if len(rows) == num_decode:
             picked = None
@@ -248,37 +249,7 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
             )
         )
         begin += num_tokens
-    return _GroupStep(write_rows=write_rows, num_decode_rows=num_decode, decodes=decodes, prefills=prefills)
-
-
-def _similar_rows(num_pages: list[int]) -> list[list[int]]:
-    """Split rows into groups of similar length.
-
-    Args:
-        num_pages: Of each row.
-
-    Returns:
-        Row indices, each once. At most a quarter of a group's pages are padding,
-        or `_FREE_PADDING` pages if that is more.
-    """
-    if not num_pages:
-        return []
-    longest = max(num_pages)
-    total = sum(num_pages)
-    if longest * len(num_pages) - total <= max(_FREE_PADDING, total // 3):
-        return [list(range(len(num_pages)))]
-    groups: list[list[int]] = []
-    padding, used, longest = 0, 0, 0
-    for row in sorted(range(len(num_pages)), key=num_pages.__getitem__, reverse=True):
-        pages = num_pages[row]
-        if groups and padding + longest - pages <= max(_FREE_PADDING, (used + pages) // 3):
-            groups[-1].append(row)
-            padding += longest - pages
-            used += pages
-        else:
-            groups.append([row])
-            padding, used, longest = 0, pages, pages
-    return groups
+    return _GroupStep(write_rows=write_rows, decodes=decodes, prefills=prefills)
 
 
 def _decode_mask(layer: AttentionLayer, group: _DecodeGroup, dtype: torch.dtype) -> torch.Tensor:
@@ -317,27 +288,32 @@ def _prefill(
     tile_len = max(1, min(_TILE_LEN, most))
     q = q.reshape(num_tokens, num_kv_heads, group_len, head_dim)
     out = out.view(num_tokens, num_kv_heads, group_len, head_dim)
+    after = _upper_triangle(q.dtype)
     for begin in range(0, num_tokens, tile_len):
-        end = min(begin + tile_len, num_tokens)
+        num_queries = min(tile_len, num_tokens - begin)
+        end = begin + num_queries
         # Keys that some query of the tile sees.
         last = row.start + end
         first = 0 if layer.window_len is None else max(0, row.start + begin + 1 - layer.window_len)
-        mask = row.masks.get((layer.window_len, q.dtype, begin, group_len))
-        if mask is None:
-            mask = _tile_mask(layer, row.start + begin, row.start + end, first, q.dtype)
-            row.masks[layer.window_len, q.dtype, begin, group_len] = mask
         tile = q[begin:end].permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-        scores = torch.baddbmm(mask, tile, k[:, first:last].transpose(1, 2), alpha=layer.scale)
+        keys = k[:, first:last].transpose(1, 2)
+        # beta=0: the first argument is not read, it only gives the result its dtype.
+        scores = torch.baddbmm(after[:1, :1], tile, keys, beta=0, alpha=layer.scale)
+        by_query = scores.view(num_kv_heads, group_len, num_queries, last - first)
+        # Only the tile's own keys, which are the last ones, come after some of its queries …
+        by_query[..., -num_queries:] += after[:num_queries, :num_queries]
+        if layer.window_len is not None:
+            # … and only the first ones before the window of some: each query sees one fewer, from the first
+            # query whose window does not reach back to key `first`.
+            num_whole = first + layer.window_len - (row.start + begin) - 1
+            num_cut = num_queries - num_whole
+            if num_cut > 0:
+                by_query[:, :, num_whole:, :num_cut] += after[:num_cut, :num_cut].T
         attended = torch.bmm(torch.softmax(scores, -1), v[:, first:last])
         out[begin:end] = attended.view(num_kv_heads, group_len, -1, head_dim).permute(2, 0, 1, 3)
 
 
-def _tile_mask(layer: AttentionLayer, begin: int, end: int, first: int, dtype: torch.dtype) -> torch.Tensor:
-    """Mask of the queries at positions `begin … end - 1` over keys from `first`: additive, heads expanded."""
-    keys = torch.arange(first, end)
-    queries = torch.arange(begin, end)[:, None]
-    hidden = keys > queries
-    if layer.window_len is not None:
-        hidden |= keys <= queries - layer.window_len
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return mask.repeat(layer.num_heads // layer.num_kv_heads, 1).expand(layer.num_kv_heads, -1, -1)
+@functools.cache
+def _upper_triangle(dtype: torch.dtype) -> torch.Tensor:
+    """Return `[_TILE_LEN, _TILE_LEN]`: -inf above the diagonal, 0 elsewhere; its corners serve any tile."""
+    return torch.full((_TILE_LEN, _TILE_LEN), -torch.inf, dtype=dtype).triu_(1)

@@ -152,8 +152,6 @@ def rope_frequencies(parameters: Mapping[str, Any], *, head_dim: int) -> tuple[t
             return base, 1.0
         if rope_type == "linear":
             return base / float(parameters["factor"]), 1.0
-        if rope_type == "frequency_factors":
-            return base / torch.tensor(parameters["factors"], dtype=torch.float32, device="cpu"), 1.0
         if rope_type == "llama3":
             return _llama3(base, parameters), 1.0
         if rope_type == "yarn":
@@ -161,8 +159,7 @@ def rope_frequencies(parameters: Mapping[str, Any], *, head_dim: int) -> tuple[t
     except KeyError as error:
         raise CheckpointError(f"RoPE scaling {rope_type!r} lacks {error.args[0]!r}") from error
     raise CheckpointError(
-        f"RoPE scaling {rope_type!r} is not supported; supported: "
-        "default, dynamic, frequency_factors, linear, llama3, yarn"
+        f"RoPE scaling {rope_type!r} is not supported; supported: default, dynamic, linear, llama3, yarn"
     )
 
 

@@ -39,8 +39,9 @@ class Penalties:
         # Frequency, presence and repetition penalty per line.
         self._values = np.zeros((0, 3), np.float32)
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        # `[num_lines, width]`: beyond a line's length it repeats its first token, for which the penalised
-        # value is the same however often it is computed.
+        # `[num_lines, width]`: what stands beyond a line's length is a token of the line, for which the
+        # penalised value is the same however often it is computed, or token 0 in a line that began empty:
+        # such a line has no repetition penalty, and a token that was not generated keeps its logit.
         self._listed = torch.zeros((0, min(_FIRST_WIDTH, self._max_width)), dtype=torch.int64, device=device)
 
     def admit(self, assignment: SlotAssignment) -> None:

@@ -253,7 +253,8 @@ def _draw_from_largest(logits: Tensor, shapes: RowShapes, keys: Tensor) -> Tenso
     whole_weight = None
     if not shapes.has_top_k.all():
         whole_weight = weights_of(logits, shapes).sum(dim=1, keepdim=True)
-    kept = truncate(values, shapes, whole_weight=whole_weight)
+    is_whole = num_values == logits.shape[1]
+    kept = truncate(values, shapes, is_whole=is_whole, whole_weight=whole_weight)
     token_ids = draw_among(kept.weights, ids, keys)
     rows = _insufficient(kept.threshold, values, logits)
     if len(rows):
@@ -266,18 +267,32 @@ def _draw_from_largest(logits: Tensor, shapes: RowShapes, keys: Tensor) -> Tenso
 
 
 def _draw_from_sorted(logits: Tensor, shapes: RowShapes, keys: Tensor) -> Tensor:
-    """Draw from the whole vocabulary, cut at a threshold found by sorting as much of a row as it takes."""
+    """Draw from the whole vocabulary, cut at a threshold."""
     weights = weights_of(logits, shapes)
-    vocab = logits.shape[1]
-    if logits.device.type == "cpu":
-        values = largest_values(logits, min(NUM_VALUES, vocab))
-        threshold = truncate(values, shapes, whole_weight=weights.sum(dim=1, keepdim=True)).threshold
-        for row in _insufficient(threshold, values, logits):  # one by one: several do not fit a cache
-            values = largest_values(logits[row : row + 1], vocab)
-            threshold[row] = truncate(values, shapes.take(np.array([row]))).threshold[0]
-    else:
-        threshold = truncate(largest_values(logits, vocab), shapes).threshold
+    threshold = sorted_threshold(logits, shapes, weights.sum(dim=1, keepdim=True))
     return draw(weights.mul_(logits >= threshold), keys)
+
+
+def sorted_threshold(logits: Tensor, shapes: RowShapes, whole_weight: Tensor) -> Tensor:
+    """Return the smallest logit that truncation keeps in each row, found by sorting as much as it takes.
+
+    Args:
+        logits: `[num_rows, vocab] float32`; left as they are.
+        shapes: Of the rows.
+        whole_weight: `[num_rows, 1]`, sum of the rows' `weights_of`.
+
+    Returns:
+        `[num_rows, 1] float32`.
+    """
+    vocab = logits.shape[1]
+    if logits.device.type != "cpu" or vocab <= NUM_VALUES:
+        return truncate(largest_values(logits, vocab), shapes).threshold
+    values = largest_values(logits, NUM_VALUES)
+    threshold = truncate(values, shapes, is_whole=False, whole_weight=whole_weight).threshold
+    for row in _insufficient(threshold, values, logits):  # one by one: several do not fit a cache
+        values = largest_values(logits[row : row + 1], vocab)
+        threshold[row] = truncate(values, shapes.take(np.array([row]))).threshold[0]
+    return threshold
 
 
 def _insufficient(threshold: Tensor, values: Tensor, logits: Tensor) -> npt.NDArray[np.int64]:

@@ -18,9 +18,6 @@ from torch import Tensor
 NUM_CANDIDATES = 128
 """Largest logits looked at before more of a row is sorted. Text models put 0.95 of their mass on fewer."""
 
-MIN_TEMPERATURE = 1e-6
-"""Lower temperatures count as this one, so that the inverse is finite; the likeliest token wins anyway."""
-
 NUM_VALUES = 4096
 """Largest logits sorted, on a CPU, where the candidates do not suffice and before a whole row is sorted."""
 
@@ -59,8 +56,8 @@ class RowShapes:
         )
 
     def set(self, row: int, *, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-        """Set one row; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
-        self.inv_temperature[row] = 1.0 / max(temperature, MIN_TEMPERATURE)
+        """Set one row, which is not greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+        self.inv_temperature[row] = 1.0 / temperature
         self.top_k[row] = min(top_k, _NO_TOP_K) if top_k > 0 else _NO_TOP_K
         self.top_p[row] = max(top_p, _MIN_TOP_P) if top_p < 1.0 else _NO_TOP_P
         self.min_p[row] = min_p
@@ -118,12 +115,16 @@ def weights_of(logits: Tensor, shapes: RowShapes) -> Tensor:
     return weights
 
 
-def truncate(values: Tensor, shapes: RowShapes, *, whole_weight: Tensor | None = None) -> Kept:
+def truncate(
+    values: Tensor, shapes: RowShapes, *, is_whole: bool = True, whole_weight: Tensor | None = None
+) -> Kept:
     """Apply temperature, top-k, min-p and top-p to sorted logits.
 
     Args:
         values: `[num_rows, num_values] float32`, the largest logits of each row, largest first.
         shapes: Of the rows.
+        is_whole: Whether `values` are whole rows. If not, the result holds for a row only if its threshold is
+            above the smallest of its values.
         whole_weight: `[num_rows, 1]`, sum of `weights_of` over the whole vocabulary, for the rows that have
             no top-k; None if `values` are whole rows or every row has a top-k.
     """
@@ -138,6 +139,10 @@ def truncate(values: Tensor, shapes: RowShapes, *, whole_weight: Tensor | None =
         kept = weights * keep
         up_to = kept.cumsum(dim=1, dtype=torch.float64)
         total = up_to[:, -1:]
+        if not is_whole:
+            # What top-k keeps beyond these values is not in the sum. No share reaches an infinite total, so
+            # the threshold falls to the smallest value, which says that more must be looked at.
+            total = total.masked_fill(keep[:, -1:], torch.inf)
         if whole_weight is not None:
             total = torch.where(_column(shapes.has_top_k, device), total, whole_weight.to(torch.float64))
         keep &= up_to - kept < _column(shapes.top_p, device) * total

@@ -96,11 +96,6 @@ def test_factors_of_a_gguf_file_divide_the_unscaled_frequencies() -> None:
     passed = list(rotary.take_factors([("a", kept), ("rope_freqs.weight", torch.tensor([1.0, 5.0]))]))
     assert [name for name, _ in passed] == ["a"]
     torch.testing.assert_close(rotary.frequencies, torch.tensor([-1.0, -0.02, 1.0, 0.02]))
-    from_config = Rotary(
-        {"rope_theta": 100.0, "rope_scaling": {"rope_type": "frequency_factors", "factors": [1.0, 5.0]}},
-        head_dim=4,
-    )
-    torch.testing.assert_close(from_config.frequencies, rotary.frequencies)
 
 
 def test_factors_for_another_head_size_are_refused() -> None:

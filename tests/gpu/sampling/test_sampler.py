@@ -147,8 +147,8 @@ def test_a_nan_hidden_by_the_ban_on_stop_tokens_is_reported() -> None:
 
 def test_an_overflow_by_a_penalty_is_reported() -> None:
     sampler = new_sampler(3)
-    sampler.admit(assignment(0, SamplingParams(temperature=0.0, repetition_penalty=1e-40), prompt=[1]))
-    assert sampler.sample(torch.tensor([[1.0, 2.0, 3.0]]), [0], [1]).token_ids.tolist() == [BAD_LOGITS]
+    sampler.admit(assignment(0, SamplingParams(temperature=0.0, repetition_penalty=0.01), prompt=[1]))
+    assert sampler.sample(torch.tensor([[1.0, 3e37, 3.0]]), [0], [1]).token_ids.tolist() == [BAD_LOGITS]
 
 
 @pytest.mark.parametrize("sampling", KINDS)
@@ -176,12 +176,30 @@ def test_a_slot_admitted_anew_keeps_nothing_of_its_last_sequence() -> None:
         assert sampled.logprobs is None
 
 
-def test_low_temperature_is_as_good_as_greedy() -> None:
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-30, 9e-6, 1e-5, 1e-4])
+def test_low_temperature_is_as_good_as_greedy(temperature: float) -> None:
     logits = some_logits(8)
     sampler = new_sampler(VOCAB)
     for slot in range(8):
-        sampler.admit(assignment(slot, SamplingParams(temperature=1e-4), seed=slot))
+        sampling = SamplingParams(temperature=temperature, top_p=0.99 if slot % 2 else 1.0)
+        sampler.admit(assignment(slot, sampling, seed=slot))
     assert torch.equal(sampler.sample(logits.clone(), list(range(8)), [1] * 8).token_ids, logits.argmax(1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1e-5, 100.0])
+@pytest.mark.parametrize("repetition_penalty", [0.01, 1.0, 100.0])
+def test_the_ends_of_every_range_give_tokens_that_are_not_banned(
+    temperature: float, repetition_penalty: float
+) -> None:
+    sampler = new_sampler(VOCAB)
+    for slot, top_p in enumerate((1.0, 0.9)):
+        sampling = SamplingParams(
+            temperature=temperature, top_p=top_p, repetition_penalty=repetition_penalty, min_tokens=9
+        )
+        sampler.admit(assignment(slot, sampling, prompt=[5, 6], stop_token_ids=[2, 3]))
+    for seed in range(5):
+        token_ids = sampler.sample(some_logits(2, seed=seed) * 20, [0, 1], [2 + seed] * 2).token_ids.tolist()
+        assert all(0 <= token_id < VOCAB and token_id not in (2, 3) for token_id in token_ids)
 
 
 def test_steps_of_one_seed_give_different_tokens_at_different_positions() -> None:

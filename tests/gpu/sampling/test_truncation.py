@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncserve.gpu.sampling.sampler import draw_rows
+from asyncserve.gpu.sampling.sampler import draw_rows, sorted_threshold
 from asyncserve.gpu.sampling.truncation import (
     NUM_CANDIDATES,
     NUM_VALUES,
@@ -125,6 +125,45 @@ def test_candidates_lead_to_the_threshold_of_the_whole_row() -> None:
     assert torch.equal(of_few.threshold, of_all.threshold)
 
 
+@pytest.mark.parametrize(
+    ("vocab", "top_k", "top_p", "min_p", "spread"),
+    [
+        pytest.param(49152, 20000, 0.9, 0.0, 1.0, id="top-k above the sorted values"),
+        pytest.param(49152, 20000, 0.9, 0.1, 1.0, id="and min-p above it"),
+        pytest.param(6000, NUM_VALUES, 0.9, 0.0, 0.3, id="top-k at the sorted values"),
+        pytest.param(6000, NUM_VALUES + 1, 0.9, 0.0, 0.3, id="just above them"),
+        pytest.param(6000, NUM_VALUES - 1, 0.9, 0.0, 0.3, id="just below them"),
+        pytest.param(3000, NUM_CANDIDATES, 0.9, 0.0, 0.3, id="at the candidates"),
+        pytest.param(3000, NUM_CANDIDATES - 1, 0.9, 0.0, 0.3, id="just below the candidates"),
+        pytest.param(6000, 5999, 0.2, 0.0, 4.0, id="a small share of nearly all"),
+    ],
+)
+def test_threshold_keeps_what_the_definition_keeps_however_much_must_be_sorted(
+    vocab: int, top_k: int, top_p: float, min_p: float, spread: float
+) -> None:
+    logits = (np.random.default_rng(1).normal(size=vocab) * spread).astype(np.float32)
+    expected, margin = kept_reference(logits.astype(np.float64), 0.8, top_k, top_p, min_p)
+    assert margin > 1e-7
+    rows = torch.from_numpy(logits).unsqueeze(0)
+    shapes = shapes_of(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+    whole_weight = weights_of(rows, shapes).sum(dim=1, keepdim=True)
+    kept = (rows >= sorted_threshold(rows, shapes, whole_weight)).squeeze(0).numpy()
+    assert kept.sum() == expected.sum()
+    assert (kept == expected).all()
+
+
+@pytest.mark.parametrize("top_k", [10, NUM_CANDIDATES - 1, NUM_CANDIDATES, NUM_VALUES])
+def test_tokens_tied_with_the_last_of_top_k_count_in_the_share_of_top_p(top_k: int) -> None:
+    """Three likely tokens and thousands of equal ones with two thirds of the mass: half of it needs those."""
+    logits = np.zeros(NUM_VALUES + 1, np.float32)
+    logits[:3] = 5.0, 6.0, 7.0
+    expected, _ = kept_reference(logits.astype(np.float64), 1.0, top_k, 0.5, 0.0)
+    assert expected.all()
+    rows = torch.from_numpy(logits).expand(100, -1).contiguous()
+    drawn = draw_rows(rows, shapes_of(100, top_k=top_k, top_p=0.5), keys_of(4, np.arange(100)))
+    assert (drawn > 2).sum() > 30
+
+
 def test_weights_are_those_of_softmax() -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 5
     logits[0, 7] = -torch.inf
@@ -132,7 +171,7 @@ def test_weights_are_those_of_softmax() -> None:
     torch.testing.assert_close(weights / weights.sum(1, keepdim=True), (logits / 0.6).softmax(1))
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-7, 1e30])
+@pytest.mark.parametrize("temperature", [1e-5, 100.0])
 def test_extreme_temperatures_give_tokens_of_the_vocabulary(temperature: float) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf]])
     drawn = draw_rows(logits, shapes_of(temperature=temperature, top_p=0.9), keys_of([1], [1]))
