@@ -12,6 +12,8 @@ from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
+# A tiny model gains nothing from a second thread, and on a busy machine each of its steps waits for it.
+TINY = {"device": "cpu", "dtype": "float32", "num_threads": 1}
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(
     max_tokens=24, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True, frequency_penalty=0.4
@@ -37,7 +39,7 @@ def answers(
 ) -> list[tuple[int, ...]]:
     if "num_gpu_blocks_override" not in options:
         options = {"kv_cache_memory_bytes": 1 << 22, **options}
-    with LLM(str(model), **{"device": "cpu", "dtype": "float32", **options}) as llm:
+    with LLM(str(model), **TINY, **options) as llm:
         return [c.outputs[0].token_ids for c in llm.generate(prompts, params, progress=False)]
 
 
@@ -80,7 +82,6 @@ def test_answers_do_not_depend_on_how_they_are_served(
 
 
 def test_a_small_pool_really_preempts(model: Path, prompts: list[list[int]]) -> None:
-    options = {"num_gpu_blocks_override": 12, "max_model_len": 96}
-    with LLM(str(model), device="cpu", dtype="float32", **options) as llm:
+    with LLM(str(model), **TINY, num_gpu_blocks_override=12, max_model_len=96) as llm:
         llm.generate(prompts, PARAMS, progress=False)
         assert llm.statistics().num_preemptions > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from tests.end_to_end.server_process import COMMAND, ServerProcess, running_server, sse_events
+from tests.end_to_end.server_process import COMMAND, TINY, ServerProcess, running_server, sse_events
 from tests.fakes.tiny_model import tiny_llama_folder
 from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
@@ -27,7 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(model: Path) -> Iterator[ServerProcess]:
-    with running_server(model, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB") as server:
+    options = ("--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB")
+    with running_server(model, *TINY, *options) as server:
         yield server
 
 

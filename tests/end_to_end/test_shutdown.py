@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.server_process import ServerProcess, running_server
+from tests.end_to_end.server_process import TINY, ServerProcess, running_server
 from tests.fakes.tiny_model import tiny_llama_folder
 from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(model: Path) -> Iterator[ServerProcess]:
     options = ("--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB", "--max-model-len", "32k")
-    with running_server(model, *options) as server:
+    with running_server(model, *TINY, *options) as server:
         yield server
 
 
@@ -92,7 +92,7 @@ def test_a_unix_socket_in_use_is_not_taken_and_a_stale_one_is(model: Path, tmp_p
         assert str(path) in done.stderr
     # Its owner is gone and the file is still there.
     assert path.is_socket()
-    with running_server(model, "--uds", str(path)) as server:
+    with running_server(model, *TINY, "--uds", str(path)) as server:
         assert server.url == f"unix:{path}"
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))

@@ -24,6 +24,13 @@ def test_rows_are_as_wide_as_the_longest_and_padded_with_the_null_block() -> Non
     assert rows.dtype == np.int32
 
 
+def test_a_shorter_row_shows_its_blocks_for_later_tokens_before_the_null_block() -> None:
+    blocks = table()
+    blocks.append(BlockAppend(0, 0, (9, 10)))
+    blocks.append(BlockAppend(0, 2, (5, 6, 7)))
+    assert blocks.rows(np.array([0, 2]), np.array([4, 9])).tolist() == [[9, 10, 0], [5, 6, 7]]
+
+
 def test_slot_mapping_is_block_times_length_plus_offset() -> None:
     blocks = table()
     blocks.append(BlockAppend(0, 1, (5, 3)))
