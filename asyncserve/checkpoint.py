@@ -59,6 +59,8 @@ class Checkpoint:
             CheckpointError: It names none.
         """
         names = self.config.get("architectures")
+        if isinstance(names, str):
+            names = [names]
         if not names:
             raise CheckpointError(f"the configuration of {self.name} names no architecture")
         return str(names[0])
@@ -166,7 +168,10 @@ def _open_folder(name: str, path: Path, *, needs_weights: bool) -> Checkpoint:
 def _check_weights(path: Path) -> None:
     """Find out now, not minutes into loading, that a download is incomplete."""
     index = read_json(path / "model.safetensors.index.json", missing_ok=True)
-    shards = sorted(set(index.get("weight_map", {}).values()))
+    weight_map = index.get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{path / 'model.safetensors.index.json'} names no file for each tensor")
+    shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
         raise CheckpointError(

@@ -124,6 +124,8 @@ class ServerConfig:
                 raise ConfigError(f"{option.name} may not be empty")
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"{name} is {value!r}; it must be a number")
             # NaN compares false with everything, so the test is written as "not inside".
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = "" if high == math.inf else f" and at most {high}"
@@ -161,7 +163,8 @@ class ServerConfig:
 
 
 _RANGES: Mapping[str, tuple[float, float]] = {
-    "max_model_len": (1, math.inf),
+    # One token of prompt and one of output.
+    "max_model_len": (2, math.inf),
     "seed": (0, 2**63 - 1),
     "max_num_seqs": (1, math.inf),
     "max_num_batched_tokens": (1, math.inf),

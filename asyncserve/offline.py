@@ -154,6 +154,11 @@ class LLM:
             RequestError: A conversation or parameter is bad; the others are aborted.
         """
         given: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        for conversation in given:
+            if isinstance(conversation, str) or not isinstance(conversation, Sequence):
+                raise InvalidRequest(
+                    f"a conversation is a list of messages, not {conversation!r}", param="messages"
+                )
         built: list[Prompt] = [ChatPrompt(messages=tuple(conversation)) for conversation in given]
         return self._complete(given, built, sampling, progress=progress)
 

@@ -23,13 +23,14 @@ from aiohttp import web
 
 from asyncserve.checkpoint import Checkpoint, open_checkpoint
 from asyncserve.config import ServerConfig
-from asyncserve.errors import ConfigError
+from asyncserve.errors import CheckpointError, ConfigError, InvalidRequest
 from asyncserve.http.app import build_app, make_runner
 from asyncserve.loop.engine import Engine
 from asyncserve.loop.tokenizer import load_tokenizer
 from asyncserve.metrics.collector import EngineCollector
 from asyncserve.metrics.observer import PrometheusObserver, new_registry, render
 from asyncserve.observer import Observer
+from asyncserve.request import SamplingParams
 from asyncserve.step import Executor
 
 logger = logging.getLogger(__name__)
@@ -110,12 +111,23 @@ def build_engine(config: ServerConfig, checkpoint: Checkpoint, observer: Observe
 
 
 def default_sampling(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the sampling values the model's authors recommend, for fields a request leaves out."""
+    """Return the sampling values the model's authors recommend, for fields a request leaves out.
+
+    Raises:
+        CheckpointError: One of them is no value that a request could have.
+    """
     if config.generation_config == "none":
         return {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     recommended = checkpoint.generation_config
-    return {name: recommended[name] for name in names if recommended.get(name) is not None}
+    values = {name: recommended[name] for name in names if recommended.get(name) is not None}
+    try:
+        SamplingParams(**values)
+    except (InvalidRequest, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"generation_config.json of {checkpoint.name}: {error}; mend it or pass --generation-config none"
+        ) from error
+    return values
 
 
 async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
@@ -184,7 +196,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
             logger.error("the engine failed: %s", engine.failure, exc_info=engine.failure)
         return EXIT_FAILURE if engine.failure is not None else 0
     finally:
-        await _end(engine, runner)
+        await _end(engine, runner, now=stop_requests.second.is_set())
         stop_requests.uninstall()
 
 
@@ -206,19 +218,24 @@ async def _drain(
             return
 
 
-async def _end(engine: Engine, runner: web.AppRunner) -> None:
-    """Stop the engine, tell its clients, close every connection; a device that hangs ends the process."""
+async def _end(engine: Engine, runner: web.AppRunner, *, now: bool) -> None:
+    """Stop the engine, tell its clients, close every connection; threads that do not end are left behind."""
     try:
-        async with asyncio.timeout(STOP_LIMIT_S):
+        async with asyncio.timeout(LAST_WORDS_S if now else STOP_LIMIT_S):
             await engine.stop()
     except TimeoutError:
-        logger.critical("the device does not answer: ending the process with work in it")
-        os._exit(EXIT_FAILURE)
+        if not now:
+            logger.critical("the device does not answer: ending the process with work in it")
+            os._exit(EXIT_FAILURE)
     # What is written to a client that reads is gone by then; one that does not read is not waited for.
     closing = asyncio.create_task(runner.cleanup(), name="close-connections")
     await asyncio.wait([closing], timeout=LAST_WORDS_S)
     closing.cancel()
     await asyncio.gather(closing, return_exceptions=True)
+    if now:
+        # A thread may still encode a huge prompt, and an orderly exit would wait for it. Clients have been told.
+        logging.shutdown()
+        os._exit(0)
 
 
 async def _first_of(

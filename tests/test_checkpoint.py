@@ -187,3 +187,17 @@ def test_offline_mode_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_path_that_cannot_be_looked_up_is_one_message(model: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be looked up"):
         open_checkpoint(model)
+
+
+@pytest.mark.parametrize("weight_map", [None, [1], {"a": 1}, "x"])
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path, weight_map: object) -> None:
+    folder = _folder(tmp_path, config__json=_CONFIG, a__safetensors=b"x")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index\.json names no file"):
+        open_checkpoint(str(folder))
+
+
+def test_one_architecture_may_stand_without_a_list(tmp_path: Path) -> None:
+    config = {**_CONFIG, "architectures": "LlamaForCausalLM"}
+    folder = _folder(tmp_path, config__json=config, a__safetensors=b"x")
+    assert open_checkpoint(str(folder)).architecture == "LlamaForCausalLM"

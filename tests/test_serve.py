@@ -1,7 +1,11 @@
 import asyncio
+import dataclasses
+
+import pytest
 
 from asyncserve.config import ServerConfig
-from asyncserve.serve import build_executor
+from asyncserve.errors import CheckpointError
+from asyncserve.serve import build_executor, default_sampling
 from tests.gpu.test_startup import dummy_checkpoint
 
 
@@ -22,3 +26,28 @@ def test_whether_prefill_is_chunked_reaches_the_device_side() -> None:
         return info.max_num_batched_tokens
 
     assert asyncio.run(start()) == 1000
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -5}, "temperature is -5"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_k": [1]}, "top_k"),
+    ],
+)
+def test_sampling_defaults_that_no_request_could_have_stop_the_start(
+    stated: dict[str, object], message: str
+) -> None:
+    """They once surfaced as an error of every request that left the field out."""
+    checkpoint = dataclasses.replace(dummy_checkpoint(), generation_config=stated)
+    with pytest.raises(CheckpointError, match=f"generation_config.json.*{message}.*--generation-config none"):
+        default_sampling(ServerConfig(model="dummy"), checkpoint)
+    assert default_sampling(ServerConfig(model="dummy", generation_config="none"), checkpoint) == {}
+
+
+def test_sampling_defaults_are_the_models() -> None:
+    stated = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 2, "top_k": None}
+    checkpoint = dataclasses.replace(dummy_checkpoint(), generation_config=stated)
+    assert default_sampling(ServerConfig(model="dummy"), checkpoint) == {"temperature": 0.6, "top_p": 0.9}

@@ -5,6 +5,7 @@ scheduler what it may plan. Every choice made here is logged with its reason. Ru
 Knows no request and no asyncio.
 """
 
+import contextlib
 import logging
 import time
 from array import array
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from asyncserve.checkpoint import Checkpoint
-from asyncserve.errors import ConfigError, OutOfDeviceMemory
+from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory
 from asyncserve.gpu.attention.registry import load_attention
 from asyncserve.gpu.device import Device, open_device
 from asyncserve.gpu.kv_cache import KVCache
@@ -224,10 +225,18 @@ def _known_dtype(option: str, name: str) -> str:
 
 
 def context_len(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence the model is meant for, RoPE scaling included."""
+    """Return the longest sequence the model is meant for, RoPE scaling included.
+
+    Raises:
+        CheckpointError: The configuration states no possible length.
+    """
     max_len = config.get("max_position_embeddings")
     if max_len is None:
         return _DEFAULT_CONTEXT_LEN
+    if not isinstance(max_len, int) or max_len < 2:
+        raise CheckpointError(
+            f"max_position_embeddings is {max_len!r}; a context holds a token of prompt and one of output"
+        )
     rope = read_rope_parameters(config)
     if rope["rope_type"] == "linear":
         return int(max_len * float(rope["factor"]))
@@ -373,7 +382,9 @@ def _load_model(
     if load_format == "dummy":
         initialize_dummy(model, seed)
     else:
-        model.load_weights(read_weights(checkpoint, progress=True))
+        with contextlib.closing(read_weights(checkpoint, progress=True)) as weights:
+            # Closed whatever happens, and the progress bar with it: an error message begins its own line.
+            model.load_weights(weights)
     # Counted before layers rearrange them: packed weights are no parameters any more.
     weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     model.finish_loading()

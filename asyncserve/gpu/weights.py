@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ _PLAIN_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _DUMMY_STD = 0.02
 
 
-def read_weights(checkpoint: Checkpoint, *, progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(checkpoint: Checkpoint, *, progress: bool) -> Generator[tuple[str, torch.Tensor]]:
     """Read every tensor of a checkpoint.
 
     Args:
@@ -102,7 +102,7 @@ def _progress_bar(total_bytes: int, *, progress: bool) -> Any:
     )
 
 
-def _read_safetensors(folder: Path, *, progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_safetensors(folder: Path, *, progress: bool) -> Generator[tuple[str, torch.Tensor]]:
     names_by_file = _safetensors_files(folder)
     total_bytes = sum(path.stat().st_size for path in names_by_file)
     with _progress_bar(total_bytes, progress=progress) as bar:
@@ -142,7 +142,7 @@ def _safetensors_files(folder: Path) -> dict[Path, list[str] | None]:
     return files
 
 
-def _read_gguf(checkpoint: Checkpoint, *, progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_gguf(checkpoint: Checkpoint, *, progress: bool) -> Generator[tuple[str, torch.Tensor]]:
     path, config = checkpoint.path, checkpoint.config
     header = read_gguf_header(path)
     file = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)

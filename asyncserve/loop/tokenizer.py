@@ -257,16 +257,29 @@ def _folder_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]
     if isinstance(stored, str):
         templates[DEFAULT] = stored
     elif isinstance(stored, list):
-        templates.update({str(entry["name"]): str(entry["template"]) for entry in stored})
+        try:
+            templates.update({str(entry["name"]): str(entry["template"]) for entry in stored})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path / 'tokenizer_config.json'}: chat_template is a list of something else than names and "
+                "templates"
+            ) from error
     older = read_json(path / "chat_template.json", missing_ok=True).get("chat_template")
     if isinstance(older, str):
         templates[DEFAULT] = older
     file = path / "chat_template.jinja"
     if file.is_file():
-        templates[DEFAULT] = file.read_text(encoding="utf-8")
+        templates[DEFAULT] = _read_text(file)
     for extra in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[extra.stem] = extra.read_text(encoding="utf-8")
+        templates[extra.stem] = _read_text(extra)
     return templates
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 class FastTokenizer:

@@ -98,3 +98,16 @@ def test_a_unix_socket_in_use_is_not_taken_and_a_stale_one_is(model: Path, tmp_p
             client.connect(str(path))
             client.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_the_second_signal_does_not_wait_for_a_huge_prompt_being_encoded(server: ServerProcess) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    tokenize = json.dumps({"prompt": "word " * 780_000}).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: {len(tokenize)}\r\n\r\n"
+        connection.sendall(head.encode() + tokenize)
+        server.signal(signal.SIGTERM)
+        while "draining" not in server.log:
+            time.sleep(0.01)
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncserve.checkpoint import Checkpoint, CheckpointFormat
-from asyncserve.errors import ConfigError, OutOfDeviceMemory, UnsupportedModel
+from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory, UnsupportedModel
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import CpuDevice, MemoryInfo
 from asyncserve.gpu.runner import ModelRunner
@@ -164,6 +164,12 @@ def test_default_context_is_cut_to_the_pool_and_an_asked_one_is_not() -> None:
 )
 def test_context_length_is_what_the_configuration_means(config: dict[str, Any], expected: int) -> None:
     assert context_len(config) == expected
+
+
+@pytest.mark.parametrize("stated", [-5, 0, 1, "long", 2.5])
+def test_an_impossible_context_length_is_named(stated: object) -> None:
+    with pytest.raises(CheckpointError, match="max_position_embeddings"):
+        context_len({"max_position_embeddings": stated})
 
 
 def test_dtype_is_the_checkpoints_on_a_gpu_and_what_the_processor_does_well_on_a_cpu() -> None:

@@ -241,6 +241,16 @@ def test_the_chat_template_is_found_in_each_of_its_places(tmp_path: Path) -> Non
     assert rendered() == "file hi"
 
 
+def test_damaged_templates_are_named(tmp_path: Path) -> None:
+    _folder(tmp_path, tokenizer_config={"chat_template": [{"foo": 1}]})
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template"):
+        load_tokenizer(open_checkpoint(str(tmp_path), needs_weights=False), chat_template=None)
+    _folder(tmp_path, tokenizer_config={})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
+        load_tokenizer(open_checkpoint(str(tmp_path), needs_weights=False), chat_template=None)
+
+
 def test_templates_beside_the_default_one_are_found(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")

@@ -110,7 +110,10 @@ def read_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: One set per layer type, or only part of the head rotated.
     """
-    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    stated = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(stated, Mapping):
+        raise CheckpointError(f"the RoPE parameters are {stated!r}; they must be an object")
+    parameters = dict(stated)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise CheckpointError("rope_parameters per layer type are not supported by this architecture")
     parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -118,6 +121,8 @@ def read_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         if parameters.get(name) is None:
             value = config.get(name)
             parameters[name] = default if value is None else value
+    if not isinstance(parameters["rope_theta"], int | float) or not parameters["rope_theta"] > 0:
+        raise CheckpointError(f"rope_theta is {parameters['rope_theta']!r}; it must be a number above 0")
     if parameters["partial_rotary_factor"] != 1.0:
         raise CheckpointError("partial_rotary_factor other than 1 is not supported by this architecture")
     max_len = config.get("max_position_embeddings")

@@ -125,3 +125,16 @@ def test_it_survives_birth_on_the_meta_device() -> None:
     rotary.to_empty(device="cpu")
     rotary.finish_loading(torch.device("cpu"))
     assert torch.equal(rotary.frequencies, Rotary({"rope_scaling": LLAMA3}, head_dim=8).frequencies)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_parameters": "x"}, "RoPE parameters are 'x'"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+    ],
+)
+def test_parameters_of_the_wrong_kind_are_named(config: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_rope_parameters(config)
