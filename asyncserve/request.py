@@ -8,9 +8,11 @@ the same. Nothing here knows HTTP, asyncio, torch or a clock.
 
 import enum
 import math
+import operator
 from array import array
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol
 
 from asyncserve.errors import AsyncserveError, InvalidRequest
@@ -49,6 +51,8 @@ class FinishReason(enum.Enum):
 class SamplingParams:
     """How to choose tokens and when to stop. Bad values are refused when built.
 
+    Numbers of other libraries (numpy's) are taken and become Python's; a bool is no number here.
+
     Args:
         n: Number of independent continuations of the prompt, at least 1.
         temperature: Logits are divided by it, in [0, 100]; below 1e-5 the likeliest token is always taken.
@@ -74,7 +78,7 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
 
     Raises:
-        InvalidRequest: A value is out of range; `param` names the field.
+        InvalidRequest: A value is of a wrong type or out of range; `param` names the field.
     """
 
     n: int = 1
@@ -98,12 +102,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        # People write stop="\n"; as a tuple that would be taken apart into letters.
-        stop: object = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
+        for name, value in self._typed().items():
+            object.__setattr__(self, name, value)
         _in_range("n", self.n, low=1)
         _in_range("temperature", self.temperature, low=0.0, high=100.0)
         _in_range("top_k", self.top_k, low=0)
@@ -144,6 +144,36 @@ class SamplingParams:
         if self.num_prompt_logprobs is not None:
             _in_range("prompt_logprobs", self.num_prompt_logprobs, low=0)
 
+    def _typed(self) -> dict[str, Any]:
+        """Return every number, and every value that holds some, as the type it is used as."""
+        values: dict[str, Any] = {name: _integer(name, getattr(self, name)) for name in _INTEGERS}
+        if self.top_k == -1:
+            values["top_k"] = 0
+        for name, shown_as in _OPTIONAL_INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = _integer(shown_as, value)
+        for name in _NUMBERS:
+            values[name] = _number(name, getattr(self, name))
+        # People write stop="\n"; as a tuple that would be taken apart into letters.
+        stop: object = self.stop
+        values["stop"] = (stop,) if isinstance(stop, str) else _items("stop", stop)
+        for text in values["stop"]:
+            if not isinstance(text, str):
+                raise InvalidRequest(f"stop holds a value of the type {type(text).__name__}", param="stop")
+        values["stop_token_ids"] = tuple(
+            _integer("stop_token_ids", token_id) for token_id in _items("stop_token_ids", self.stop_token_ids)
+        )
+        biases: object = self.logit_bias
+        if not isinstance(biases, Mapping):
+            raise InvalidRequest(
+                f"logit_bias is of the type {type(biases).__name__}, not a mapping", param="logit_bias"
+            )
+        values["logit_bias"] = {
+            _integer("logit_bias", token_id): _number("logit_bias", bias) for token_id, bias in biases.items()
+        }
+        return values
+
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
@@ -155,9 +185,58 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
+_INTEGERS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS = {
+    "max_tokens": "max_tokens",
+    "seed": "seed",
+    "num_logprobs": "logprobs",
+    "num_prompt_logprobs": "prompt_logprobs",
+}
+"""Fields that may be None, with what clients call them."""
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_MAX_INTEGER = 2**63 - 1
+"""What no integer exceeds, wherever it goes from here."""
+
+
+def _integer(name: str, value: object) -> int:
+    if type(value) is int or value is DEFAULT_MAX_TOKENS:
+        return value
+    if not isinstance(value, bool) and hasattr(value, "__index__"):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass  # an array of numbers
+    raise InvalidRequest(f"{name} is of the type {type(value).__name__}; it must be an integer", param=name)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidRequest(f"{name} is of the type {type(value).__name__}; it must be a number", param=name)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InvalidRequest(f"{name} is far out of range", param=name) from error
+
+
+def _items(name: str, values: object) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise InvalidRequest(f"{name} is of the type {type(values).__name__}, not a list", param=name)
+    return tuple(values)
+
+
 def _in_range(
     name: str, value: float, *, low: float, high: float = math.inf, low_is_open: bool = False
 ) -> None:
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER + 1:
+        # Not shown: it may have thousands of digits.
+        raise InvalidRequest(f"{name} is an integer of more than 64 bits", param=name)
     # NaN compares false with everything, so the test is written as "not inside".
     inside = (low < value if low_is_open else low <= value) and value <= high and not math.isinf(value)
     if not inside:

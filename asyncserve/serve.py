@@ -233,7 +233,7 @@ async def _end(engine: Engine, runner: web.AppRunner, *, now: bool) -> None:
     closing.cancel()
     await asyncio.gather(closing, return_exceptions=True)
     if now:
-        # A thread may still encode a huge prompt, and an orderly exit would wait for it. Clients have been told.
+        # A thread may still encode a huge prompt, and an orderly exit would wait for it. Clients were told.
         logging.shutdown()
         os._exit(0)
 

@@ -1,10 +1,12 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncserve.errors import InvalidRequest
 from asyncserve.request import (
+    DEFAULT_MAX_TOKENS,
     FinishReason,
     RequestOutput,
     SamplingParams,
@@ -47,6 +49,108 @@ def test_the_ends_of_a_range_are_taken_and_what_lies_beyond_is_refused_with_the_
 def test_values_that_would_make_finite_logits_infinite_are_refused(sampling: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(sampling))):
         SamplingParams(**sampling)
+
+
+def len_of(number: int) -> str:
+    """Name a number whose digits Python would not print."""
+    return f"{number.bit_length()} bits"
+
+
+INTEGER_FIELDS = {
+    "n": "n",
+    "top_k": "top_k",
+    "max_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "seed": "seed",
+    "num_logprobs": "logprobs",
+    "num_prompt_logprobs": "prompt_logprobs",
+}
+NUMBER_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+@pytest.mark.parametrize("value", [1.5, 2.0, True, "1", [1], np.float64(2.0), np.bool_(True), np.array([1])])
+@pytest.mark.parametrize(("name", "shown_as"), INTEGER_FIELDS.items())
+def test_a_field_that_counts_takes_nothing_but_integers(name: str, shown_as: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be an integer") as caught:
+        SamplingParams(**one(name, value))
+    assert caught.value.param == shown_as
+
+
+@pytest.mark.parametrize("value", ["hot", None, True, [1.0], 1j])
+@pytest.mark.parametrize("name", NUMBER_FIELDS)
+def test_a_field_that_measures_takes_nothing_but_numbers(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be a number") as caught:
+        SamplingParams(**one(name, value))
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop_token_ids", [5.5]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "57"),
+        ("logit_bias", {5.5: 1}),
+        ("logit_bias", {"5": 1}),
+        ("logit_bias", {5: "1"}),
+        ("logit_bias", [(5, 1)]),
+    ],
+)
+def test_a_field_that_holds_several_values_names_itself_when_one_is_of_a_wrong_type(
+    name: str, value: Any
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**one(name, value))
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("huge", [int("1" * 401), -int("1" * 401), 10**5000, 2**64], ids=len_of)
+@pytest.mark.parametrize(
+    ("name", "shown_as"), [*INTEGER_FIELDS.items(), ("temperature", "temperature"), ("top_p", "top_p")]
+)
+def test_a_huge_integer_is_refused_with_the_name_of_the_field(name: str, shown_as: str, huge: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**one(name, huge))
+    assert caught.value.param == shown_as
+    assert len(caught.value.message) < 100
+
+
+@pytest.mark.parametrize("huge", [int("1" * 401), 10**5000], ids=len_of)
+def test_a_huge_token_id_or_bias_is_refused_with_the_name_of_the_field(huge: int) -> None:
+    for name, value in (("stop_token_ids", [huge]), ("logit_bias", {huge: 1}), ("logit_bias", {1: huge})):
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+        assert caught.value.param == name
+
+
+def test_numbers_of_numpy_are_taken_and_become_pythons() -> None:
+    sampling = SamplingParams(
+        n=np.int64(2),  # type: ignore[arg-type]
+        top_k=np.int32(-1),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        seed=np.int64(7),  # type: ignore[arg-type]
+        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
+        logit_bias={np.int64(5): np.float32(1)},  # type: ignore[dict-item]
+    )
+    assert (sampling.n, sampling.top_k, sampling.temperature, sampling.seed) == (2, 0, 0.5, 7)
+    assert (sampling.stop_token_ids, sampling.logit_bias) == ((3, 4), {5: 1.0})
+    for value in (sampling.n, sampling.seed, *sampling.stop_token_ids, *sampling.logit_bias):
+        assert type(value) is int
+
+
+def test_max_tokens_left_out_can_be_told_from_the_same_number_asked_for() -> None:
+    assert SamplingParams().max_tokens is DEFAULT_MAX_TOKENS
+    assert SamplingParams(max_tokens=16).max_tokens is not DEFAULT_MAX_TOKENS
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-30, 9.9e-6])

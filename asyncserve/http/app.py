@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from asyncserve.http import status
 from asyncserve.http.auth import OPEN_PATHS, require_key
+from asyncserve.http.body import BODY_TIMEOUT_S
 from asyncserve.http.chat import chat
 from asyncserve.http.completions import complete
 from asyncserve.http.connection import Runner
@@ -40,6 +41,7 @@ def build_app(
     max_body_bytes: int = 4 * 1024 * 1024,
     health_timeout_s: float = 60.0,
     stall_timeout_s: float = 60.0,
+    body_timeout_s: float = BODY_TIMEOUT_S,
     access_log: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
@@ -57,6 +59,7 @@ def build_app(
         max_body_bytes: Largest request body.
         health_timeout_s: Seconds without progress, while there is work, after which /health turns bad.
         stall_timeout_s: Seconds after which a streaming client that reads nothing is given up.
+        body_timeout_s: Seconds after which a client that sends nothing of its body is given up.
         access_log: Log one line for each request.
         clock: Monotonic seconds, the engine's clock.
     """
@@ -71,6 +74,7 @@ def build_app(
         max_logprobs=max_logprobs,
         health_timeout_s=health_timeout_s,
         stall_timeout_s=stall_timeout_s,
+        body_timeout_s=body_timeout_s,
         metrics_renderer=metrics_renderer,
         on_rejected=on_rejected,
         created=int(time.time()),

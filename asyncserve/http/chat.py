@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from asyncserve.errors import InvalidRequest, RequestError
+from asyncserve.http.body import read_body
 from asyncserve.http.generation import Shapes, engine_requests, includes_usage, respond, usage_object
 from asyncserve.http.logprobs import TokenTexts, chat_content
 from asyncserve.http.schema import (
@@ -43,7 +44,7 @@ async def chat(http_request: web.Request) -> web.StreamResponse:
     """Answer POST /v1/chat/completions."""
     serving = http_request.app[SERVING]
     arrival_s = serving.clock()
-    data = await http_request.read()
+    data = await read_body(http_request, timeout_s=serving.body_timeout_s)
     with serving.refusals_counted():
         body = serving.bodies.decode(data, ChatBody)
         model = serving.model_name(body.model)

@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncserve.errors import InvalidRequest
+from asyncserve.http.body import read_body
 from asyncserve.http.generation import Shapes, engine_requests, includes_usage, respond, usage_object
 from asyncserve.http.logprobs import CompletionLogprobs, TokenTexts, join
 from asyncserve.http.schema import (
@@ -40,7 +41,7 @@ async def complete(http_request: web.Request) -> web.StreamResponse:
     """Answer POST /v1/completions."""
     serving = http_request.app[SERVING]
     arrival_s = serving.clock()
-    data = await http_request.read()
+    data = await read_body(http_request, timeout_s=serving.body_timeout_s)
     with serving.refusals_counted():
         body = serving.bodies.decode(data, CompletionBody)
         model = serving.model_name(body.model)

@@ -2,7 +2,9 @@
 
 `Runner` makes aiohttp serve an application with our protocol class: send buffers of a bounded size, write
 limits set explicitly (event loops differ), and OpenAI's error shape even for bytes that are not HTTP.
-A handler is cancelled when its client leaves.
+A handler is cancelled when its client leaves. A known limit: a client that shuts down its sending side and
+goes on reading counts as one that has left, for both begin with the same FIN, and waiting for the difference
+to show would let requests of clients that are gone run on.
 """
 
 import asyncio
@@ -11,7 +13,9 @@ import socket
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 
+from asyncserve.http.body import unsupported_encoding
 from asyncserve.http.failures import response_to
 
 logger = logging.getLogger(__name__)
@@ -51,7 +55,9 @@ class Connection(web.RequestHandler):
         """Answer what never reached the application: HTTP that cannot be parsed, or a bug outside it."""
         if request.writer.output_size > 0:
             raise ConnectionError("the response had begun when the error came")
-        if status < 500:
+        if isinstance(exc, ContentEncodingError):
+            response = response_to(unsupported_encoding())
+        elif status < 500:
             logger.debug("bad HTTP from %s", request.remote, exc_info=exc)
             text = f"this is not valid HTTP: {message or exc}".splitlines()[0]
             response = response_to(web.HTTPBadRequest(text=text))
@@ -61,6 +67,11 @@ class Connection(web.RequestHandler):
             response = response_to(exc or RuntimeError())
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log a bug; not that the rest of a body cannot be read either, when its request is answered."""
+        if not isinstance(kw.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kw)
 
 
 class _Server(web.Server):

@@ -44,11 +44,20 @@ KINDS: Mapping[type[Exception], tuple[str, str | None]] = {
 }
 """Exception class to OpenAI's `type` and `code`; the nearest class of an exception counts."""
 
-HTTP_CODES: Mapping[int, str] = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+HTTP_CODES: Mapping[int, str] = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_timeout",
+    413: "body_too_large",
+    415: "unsupported_encoding",
+}
 """Status to `code` for what aiohttp refuses by itself."""
 
 CLIENT_GONE = 499
 """Status in the access log of a request whose client left before the answer."""
+
+MAX_SHOWN_PATH_LEN = 64
+"""A path is shown in messages up to so many characters."""
 
 KEPT_HEADERS = ("Allow",)
 """Headers of aiohttp's own errors that go into ours."""
@@ -121,12 +130,19 @@ def failure_of(error: BaseException) -> Failure:
 def response_to(error: BaseException) -> web.Response:
     """Build the response that answers a failed request."""
     failure = failure_of(error)
-    return web.Response(
+    response = web.Response(
         status=failure.status,
         body=orjson.dumps(failure.as_object()),
         content_type="application/json",
         headers=failure.headers,
     )
+    if failure.status == web.HTTPRequestTimeout.status_code:
+        response.force_close()  # the rest of the body may still come, and is no request
+    return response
+
+
+def _shown_path(request: web.Request) -> str:
+    return request.rel_url.raw_path[:MAX_SHOWN_PATH_LEN]
 
 
 @web.middleware
@@ -138,17 +154,15 @@ async def answer_failures(request: web.Request, handler: Handler) -> web.StreamR
         error.text = f"the request body is too large: more than {request.client_max_size} bytes"
         return response_to(error)
     except web.HTTPNotFound as error:
-        error.text = f"there is no {request.rel_url.raw_path} here"
+        error.text = f"there is no {_shown_path(request)} here"
         return response_to(error)
     except web.HTTPMethodNotAllowed as error:
-        error.text = (
-            f"{request.rel_url.raw_path} does not take {request.method}, but {error.headers['Allow']}"
-        )
+        error.text = f"{_shown_path(request)} does not take {request.method}, but {error.headers['Allow']}"
         return response_to(error)
     except (AsyncserveError, web.HTTPException) as error:
         return response_to(error)
     except web.RequestPayloadError as error:
-        return response_to(InvalidRequest(f"the request body cannot be read: {error}".splitlines()[0]))
+        return response_to(InvalidRequest("the request body cannot be read: " + " ".join(str(error).split())))
     except ConnectionError:
         # The client left while we wrote; nobody reads this, and it is no bug.
         return web.Response(status=CLIENT_GONE)

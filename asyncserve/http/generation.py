@@ -308,6 +308,8 @@ async def stream(
         if events.failure is not None:
             raise events.failure
         response = web.StreamResponse(headers={**EVENT_STREAM_HEADERS, REQUEST_ID_HEADER: request_id})
+        if http_request.version < (1, 1):
+            response.force_close()  # without chunks, only the connection's end shows where the stream ends
         await response.prepare(http_request)
         transport = http_request.transport
         if transport is None:

@@ -8,7 +8,7 @@ the value that means "off"; harmless ones are ignored; names nobody knows are ig
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -29,6 +29,8 @@ MAX_MESSAGES = 4096
 MAX_FIELDS = 1024
 """Most fields of a body, unknown ones included."""
 MAX_CACHE_SALT_LEN = 128
+MAX_SHOWN_NAME_LEN = 64
+"""A name that a client chose is shown in messages up to so many characters."""
 REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,256}")
 """What is taken as a request id: printable, without spaces, short."""
 
@@ -219,7 +221,7 @@ class BodyDecoder:
         except msgspec.ValidationError as error:
             raise _wrong_type(str(error)) from error
         except msgspec.DecodeError as error:
-            raise _malformed(body, str(error)) from error
+            raise _malformed(body, str(error), kind.__struct_fields__) from error
         except RecursionError as error:
             raise InvalidRequest("the body's JSON is nested too deeply") from error
 
@@ -229,18 +231,26 @@ class BodyDecoder:
         unknown = fields.keys() - set(kind.__struct_fields__) - HARMLESS
         for name in unknown:
             if name in UNSUPPORTED:
-                value = msgspec.json.decode(fields[name])
+                try:
+                    value = msgspec.json.decode(fields[name])
+                except msgspec.ValidationError as error:
+                    raise InvalidRequest(f"{name}: {error}", param=name) from error
                 if value is not None and value not in UNSUPPORTED[name]:
                     raise InvalidRequest(f"{name} is not supported by this server", param=name)
             elif name not in self._warned and len(self._warned) < self.MAX_WARNED:
                 self._warned.add(name)
-                logger.warning("ignoring the unknown request field %r", name[:64])
+                logger.warning("ignoring the unknown request field %r", name[:MAX_SHOWN_NAME_LEN])
 
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _FIELD = re.compile(r"\.(\w+)")
 _BYTE = re.compile(r"\(byte (\d+)\)$")
-_KEY = re.compile(rb'"(\w+)"\s*:\s*-?$')
+_KEY = re.compile(rb'"(\w{1,%d})"\s*:\s*-?$' % MAX_SHOWN_NAME_LEN)
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2}))"
+)
+"""An escaped half of a surrogate pair whose other half is not beside it; not behind an escaped backslash."""
 
 
 def _wrong_type(message: str) -> InvalidRequest:
@@ -253,15 +263,40 @@ def _wrong_type(message: str) -> InvalidRequest:
     return InvalidRequest(f"{path}: {message[: found.start()]}", param=field[1] if field else None)
 
 
-def _malformed(body: bytes, message: str) -> InvalidRequest:
+def _malformed(body: bytes, message: str, fields: Sequence[str] = ()) -> InvalidRequest:
+    """Say why a body is not valid JSON.
+
+    Args:
+        message: What the decoder says.
+        fields: Names at the top of the body, one of which may be at fault.
+    """
     found = _BYTE.search(message)
     offset = int(found[1]) if found else 0
     if found and body[offset : offset + 3] in (b"NaN", b"Inf"):
         # Python's json module writes these; JSON has no such numbers.
-        key = _KEY.search(body[:offset])
+        key = _KEY.search(body[max(0, offset - MAX_SHOWN_NAME_LEN - 16) : offset])
         name = key[1].decode() if key else None
         return InvalidRequest(f"{name or 'a value'} is not a finite number", param=name)
+    surrogate = _LONE_SURROGATE.search(body)
+    if surrogate is not None:
+        # msgspec calls the body truncated.
+        ends = {name: _value_offset(body, name, surrogate.start()) for name in fields}
+        at_fault = max(ends, key=ends.__getitem__, default=None)
+        name = at_fault if at_fault is not None and ends[at_fault] >= 0 else None
+        return InvalidRequest(
+            f"{name or 'the body'} holds {surrogate[1].decode()}, half of a surrogate pair, which is no"
+            " character",
+            param=name,
+        )
     return InvalidRequest(f"the body is not valid JSON: {message}")
+
+
+def _value_offset(body: bytes, name: str, end: int) -> int:
+    """Return where the last field of that name before `end` begins, or -1."""
+    quoted = b'"%b"' % name.encode()
+    at = body.rfind(quoted, 0, end)
+    is_key = at >= 0 and body[at + len(quoted) : at + len(quoted) + 16].lstrip()[:1] == b":"
+    return at if is_key else -1
 
 
 def decode_prompt(prompt: msgspec.Raw) -> list[str] | list[list[int]]:
@@ -295,7 +330,9 @@ def decode_prompt(prompt: msgspec.Raw) -> list[str] | list[list[int]]:
             param="prompt",
         ) from error
     except msgspec.DecodeError as error:
-        raise _malformed(text, str(error)) from error
+        malformed = _malformed(text, str(error))
+        malformed.param = "prompt"
+        raise malformed from error
     if not token_ids:
         raise InvalidRequest("prompt is an empty list", param="prompt")
     return [token_ids]
@@ -322,7 +359,7 @@ def sampling_params(
         InvalidRequest: A value is out of range.
     """
     if body.n is not None and body.n > MAX_CHOICES:
-        raise InvalidRequest(f"n is {body.n}; at most {MAX_CHOICES} choices are given", param="n")
+        raise InvalidRequest(f"n is {_shown(body.n)}; at most {MAX_CHOICES} choices are given", param="n")
     given = {
         "n": body.n,
         "temperature": body.temperature,
@@ -375,4 +412,8 @@ def check_num_logprobs(num_logprobs: int, limit: int, *, param: str) -> None:
         InvalidRequest: There are too many, or fewer than none.
     """
     if not 0 <= num_logprobs <= limit:
-        raise InvalidRequest(f"{param} is {num_logprobs}; it must lie in [0, {limit}]", param=param)
+        raise InvalidRequest(f"{param} is {_shown(num_logprobs)}; it must lie in [0, {limit}]", param=param)
+
+
+def _shown(number: int) -> str:
+    return str(number) if number.bit_length() <= 64 else "an integer of more than 64 bits"

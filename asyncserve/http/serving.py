@@ -67,6 +67,7 @@ class Serving:
         max_logprobs: Most log-probabilities a client may ask for with each token.
         health_timeout_s: Seconds without progress, while there is work, after which health is bad.
         stall_timeout_s: Seconds after which a streaming client that reads nothing is given up.
+        body_timeout_s: Seconds after which a client that sends nothing of its body is given up.
         metrics_renderer: Gives the text of /metrics.
         on_rejected: Told of each generating request that is refused before the engine hears of it.
         created: Unix time at which the server was built, for /v1/models.
@@ -79,6 +80,7 @@ class Serving:
     max_logprobs: int
     health_timeout_s: float
     stall_timeout_s: float
+    body_timeout_s: float
     metrics_renderer: Callable[[], bytes]
     on_rejected: Callable[[Exception], None]
     created: int

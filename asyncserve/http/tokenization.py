@@ -10,6 +10,7 @@ import orjson
 from aiohttp import web
 
 from asyncserve.errors import InvalidRequest
+from asyncserve.http.body import read_body
 from asyncserve.http.chat import chat_prompt
 from asyncserve.http.schema import DetokenizeBody, TokenizeBody
 from asyncserve.http.serving import SERVING, Serving
@@ -20,7 +21,7 @@ from asyncserve.request import ChatPrompt, TextPrompt
 async def tokenize(request: web.Request) -> web.Response:
     """Answer POST /tokenize: {prompt} or {messages} to {tokens, count, max_model_len}."""
     serving = request.app[SERVING]
-    data = await request.read()
+    data = await read_body(request, timeout_s=serving.body_timeout_s)
     body = serving.bodies.decode(data, TokenizeBody)
     serving.model_name(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -61,7 +62,8 @@ def _tokenized(
 async def detokenize(request: web.Request) -> web.Response:
     """Answer POST /detokenize: {tokens} to {prompt}."""
     serving = request.app[SERVING]
-    body = serving.bodies.decode(await request.read(), DetokenizeBody)
+    data = await read_body(request, timeout_s=serving.body_timeout_s)
+    body = serving.bodies.decode(data, DetokenizeBody)
     serving.model_name(body.model)
     answer = await asyncio.to_thread(_detokenized, serving, body.tokens)
     return web.Response(body=answer, content_type="application/json")

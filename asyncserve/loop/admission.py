@@ -5,6 +5,8 @@ thread) and then its `TokenizedRequest`s, or an error that names the field at fa
 Knows no coroutine and no queue; what the KV pool can hold is asked of the scheduler.
 """
 
+import dataclasses
+import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ SMALL_TEXT_LEN = 1024
 """Texts up to this many characters are encoded in place (about 0.3 ms): a thread costs as much."""
 SMALL_TOKENS_LEN = 8192
 """Token prompts up to this length are checked in place (about 0.3 ms)."""
+LONG_TEXT_LEN = 65536
+"""Texts above this many characters are long: encoding one may take seconds."""
 _CHECKED_AT_ONCE = 65536
 """Ids looked through in one go (about 1 ms); between two, another thread may have the interpreter."""
 _MAX_SEED = 2**63 - 1
@@ -62,7 +66,26 @@ def is_small(prompt: Prompt) -> bool:
             return False  # a template may do anything, so it runs in a thread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def is_long(prompt: Prompt) -> bool:
+    """Whether encoding the prompt may take so long that short ones should not wait for it.
+
+    A conversation's length is known when it has been rendered.
+    """
+    return isinstance(prompt, TextPrompt) and len(prompt.text) > LONG_TEXT_LEN
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """Return the sampler's seed for one choice of a request: the first has the request's own.
+
+    The others are spread by a hash, or choices of requests with neighbouring seeds would be the same.
+    """
+    if index:
+        digest = hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
+    return seed & _MAX_SEED
+
+
+@dataclass(slots=True, kw_only=True)
 class Admission:
     """The limits that requests are held against.
 
@@ -78,14 +101,31 @@ class Admission:
     vocab_size: int
     max_sequence_len: int
     check_admissible: Callable[[int, int], None]
+    _longest_token_bytes: int | None = dataclasses.field(default=None, init=False)
 
-    def encode_prompt(self, request: Request) -> "array[int]":
+    def rendered(self, prompt: Prompt) -> TextPrompt | TokensPrompt:
+        """Return the prompt with a conversation put through the chat template. Thread-safe.
+
+        Raises:
+            InvalidRequest: The chat template refuses it.
+        """
+        if isinstance(prompt, ChatPrompt):
+            return TextPrompt(text=self.tokenizer.render_chat(prompt), add_special_tokens=False)
+        return prompt
+
+    def encode_prompt(
+        self, request: Request, rendered: TextPrompt | TokensPrompt | None = None
+    ) -> "array[int]":
         """Return the prompt's token ids, at least one. Thread-safe.
+
+        Args:
+            rendered: The request's prompt as `rendered` gave it, if it has been called already.
 
         Raises:
             InvalidRequest: An id is outside the vocabulary, the prompt is empty, or the chat template
                 refuses it.
-            PromptTooLong: It is given as token ids, too many; longer than that, no prompt is looked at.
+            PromptTooLong: It is given as token ids, too many, or as more text than the most tokens can
+                stand for. Such a prompt is not looked at further.
         """
         sampling = request.sampling
         for name, token_ids in (
@@ -93,16 +133,16 @@ class Admission:
             ("logit_bias", sampling.logit_bias),
         ):
             check_token_ids(_as_array(token_ids, name), self.vocab_size, field=name)
-        field = prompt_field(request.prompt)
+        name = prompt_field(request.prompt)
         try:
-            ids = self._encode(request.prompt)
+            ids = self._encode(rendered or self.rendered(request.prompt), name)
         except InvalidRequest as error:
             if error.param in (None, "prompt"):
-                error.param = field  # the tokenizer cannot know where its text came from
+                error.param = name  # the tokenizer cannot know where its text came from
             raise
         if not ids:
-            raise InvalidRequest(f"{field} is empty: it has no tokens", param=field)
-        check_token_ids(ids, self.vocab_size, field=field)
+            raise InvalidRequest(f"{name} is empty: it has no tokens", param=name)
+        check_token_ids(ids, self.vocab_size, field=name)
         return ids
 
     def admit(
@@ -112,7 +152,7 @@ class Admission:
 
         Args:
             prompt_token_ids: As `encode_prompt` gave them.
-            seed: Of the first sequence; the others count up from it.
+            seed: Of the first sequence; the others' are made from it.
             sequence_ids: Gives as many fresh ids as there are sequences.
 
         Raises:
@@ -131,21 +171,41 @@ class Admission:
                 prompt_token_ids=prompt_token_ids,
                 max_output_len=max_output_len,
                 stop_token_ids=stop_token_ids,
-                seed=(seed + index) & _MAX_SEED,
+                seed=seed_of_choice(seed, index),
             )
             for index in range(sampling.n)
         ]
 
-    def _encode(self, prompt: Prompt) -> "array[int]":
+    def _encode(self, prompt: TextPrompt | TokensPrompt, name: str) -> "array[int]":
         match prompt:
             case TextPrompt():
+                self._check_text_len(prompt.text, name)
                 return self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
-            case ChatPrompt():
-                return self.tokenizer.encode(self.tokenizer.render_chat(prompt), add_special_tokens=False)
             case TokensPrompt():
                 if (num_tokens := len(prompt.token_ids)) > 0:
                     self.check_admissible(num_tokens, 1)
                 return _as_array(prompt.token_ids, "prompt")
+
+    def _check_text_len(self, text: str, name: str) -> None:
+        """Refuse a text that cannot fit whatever its tokens are: encoding it would take seconds."""
+        if len(text) <= SMALL_TEXT_LEN:
+            return  # not worth the look at the vocabulary, and it is encoded on the loop
+        if self._longest_token_bytes is None:
+            # Two threads may both find it, and find the same.
+            token_bytes = self.tokenizer.token_bytes
+            self._longest_token_bytes = max(
+                (len(token_bytes(token_id)) for token_id in range(self.tokenizer.vocab_size)), default=0
+            )
+        longest = self._longest_token_bytes
+        limit = self.max_sequence_len * longest
+        # In characters first: they are never more than the bytes.
+        if len(text) > limit or (num_bytes := len(text.encode("utf-8", "surrogatepass"))) > limit:
+            size = f"{len(text)} characters" if len(text) > limit else f"{num_bytes} bytes"
+            raise PromptTooLong(
+                f"{name} has {size} and cannot fit: this server holds at most {self.max_sequence_len} tokens"
+                f" of a sequence, and a token of this model stands for at most {longest} bytes",
+                param=name,
+            )
 
     def _max_output_len(self, prompt: Prompt, prompt_len: int, max_tokens: int | None) -> int:
         rest_len = max(1, self.max_sequence_len - prompt_len)

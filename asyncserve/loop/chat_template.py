@@ -27,6 +27,9 @@ TOOL_USE = "tool_use"
 _OPEN_END = "ASYNCSERVE-CONTINUES-HERE "
 """Marks where the last message ends, so that what the template puts behind it can be cut off."""
 
+MAX_SHOWN_ERROR_LEN = 500
+"""A template's error is shown up to so many characters: it may quote the request."""
+
 _RENDERING_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -88,7 +91,9 @@ class ChatTemplate:
             text = self._templates[name].render(values)
         except _RENDERING_ERRORS as error:
             raise InvalidRequest(
-                f"the model's chat template does not accept these messages: {error}", param="messages"
+                "the model's chat template does not accept these messages: "
+                + str(error)[:MAX_SHOWN_ERROR_LEN],
+                param="messages",
             ) from error
         return _cut_open(text) if prompt.continue_final_message else text
 

@@ -45,7 +45,7 @@ class Engine:
         long_prefill_token_threshold: Most tokens of one prompt in one step; 0 for no limit but the step's.
         async_scheduling: Plan one step ahead of the device.
         seed: Of the seeds drawn for requests that bring none.
-        num_tokenizer_threads: Threads that encode prompts.
+        num_tokenizer_threads: Threads that encode prompts; one more encodes those above 64 K characters.
         loop_lag_interval_s: Seconds between two measurements of the event loop's lateness.
         clock: Monotonic seconds.
     """

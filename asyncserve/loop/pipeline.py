@@ -15,7 +15,6 @@ abort is a method call. A stage that raises ends them all.
 import asyncio
 import logging
 from array import array
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +22,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from asyncserve.errors import AsyncserveError, EngineError, InvariantError, RequestError, StepFailed
-from asyncserve.loop.admission import Admission, is_small
+from asyncserve.loop.admission import Admission, is_long, is_small
 from asyncserve.loop.channel import Channel, first_ready
 from asyncserve.loop.detokenizer import Detokenizer, DetokenizerState
 from asyncserve.loop.scheduler import Scheduler
@@ -32,15 +31,17 @@ from asyncserve.request import (
     FinishReason,
     OutputSink,
     Request,
+    TextPrompt,
     TokenDelta,
     TokenizedRequest,
+    TokensPrompt,
 )
 from asyncserve.step import Executor, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
-MAX_ENCODINGS = 16
-"""Prompts being encoded at once. More would not be faster, only held up longer by a slow one before them."""
+STARTED_PER_TURN = 16
+"""Prompts given to the tokenizer's threads in one iteration of the loop: about 0.5 ms."""
 ARRIVALS_CAPACITY = 64
 APPLIED_CAPACITY = 8
 """Steps the detokenizer may be behind before it holds up the scheduler."""
@@ -86,11 +87,11 @@ class Arrival(NamedTuple):
     sequences: list[ActiveSequence]
 
 
-class Encoding(NamedTuple):
-    """A prompt being encoded, or encoded and waiting for those that came before it."""
+class Encoded(NamedTuple):
+    """A prompt's token ids, or why it has none, on the way back from a tokenizer's thread."""
 
     active: ActiveRequest
-    prompt_token_ids: "asyncio.Future[array[int]]"
+    outcome: "array[int] | Exception"
 
 
 class Launched(NamedTuple):
@@ -127,7 +128,8 @@ class Pipeline:
         clock: Monotonic seconds.
         max_unapplied: Steps that may be on their way at once.
         requests_capacity: Requests that may wait for the tokenizer.
-        num_tokenizer_threads: Threads that encode prompts.
+        num_tokenizer_threads: Threads that encode prompts; one more encodes long ones (`is_long`), which
+            would hold up the others for seconds.
         loop_lag_interval_s: Seconds between two measurements of the loop's lateness.
     """
 
@@ -153,10 +155,11 @@ class Pipeline:
         self._clock = clock
         self._loop_lag_interval_s = loop_lag_interval_s
         self._threads = ThreadPoolExecutor(num_tokenizer_threads, thread_name_prefix="tokenize")
+        self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         self._sequence_ids: Iterator[int] = count()
 
         self._requests = Channel[ActiveRequest]("requests", requests_capacity)
-        self._encoded = Channel[ActiveRequest]("encoded", MAX_ENCODINGS)
+        self._encoded = Channel[Encoded]("encoded", requests_capacity)
         self._arrivals = Channel[Arrival]("arrivals", ARRIVALS_CAPACITY)
         self._plans = Channel[StepPlan]("plans", max_unapplied)
         self._launched = Channel[Launched]("launched", max_unapplied)
@@ -276,57 +279,84 @@ class Pipeline:
             # Steps that nobody awaits any more: their failure is no news.
             asyncio.ensure_future(launched.output).add_done_callback(_ignore_outcome)
         # A prompt may be in a thread still: it is waited for, though not by the loop.
-        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        for threads in (self._threads, self._long_thread):
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
 
     # ---- tokenize --------------------------------------------------------------------------------------
 
     async def _tokenize(self) -> None:
-        """requests → arrivals: several prompts in the threads at once, admitted in order of arrival."""
+        """requests → arrivals: each prompt is admitted when it is encoded, so no slow one holds up others.
+
+        Prompts encoded in place, and prompts of one thread, stay in order of arrival.
+        """
         requests, encoded = self._requests, self._encoded
-        encodings: deque[Encoding] = deque()
         while True:
-            if len(encodings) < MAX_ENCODINGS:
-                await first_ready(requests, encoded)
-            else:
-                await first_ready(encoded)
-            encoded.take_all()
-            while len(encodings) < MAX_ENCODINGS and (active := requests.get_nowait()) is not None:
-                encodings.append(self._encode(active))
-                if encodings[-1].prompt_token_ids.done():
-                    break  # encoded in place: that was this iteration's share of the loop's time
-            while encodings and encodings[0].prompt_token_ids.done():
-                await self._admit(encodings.popleft())
+            await first_ready(requests, encoded)
+            for finished in encoded.take_all():
+                await self._admit(finished.active, finished.outcome)
+            for _ in range(STARTED_PER_TURN):
+                active = requests.get_nowait()
+                if active is None:
+                    break
+                outcome = self._encode(active)
+                if outcome is not None:
+                    await self._admit(active, outcome)
+                    break  # that was this iteration's share of the loop's time
             await asyncio.sleep(0)
 
-    def _encode(self, active: ActiveRequest) -> Encoding:
-        loop = asyncio.get_running_loop()
-        request = active.request
-        future: asyncio.Future[array[int]] = loop.create_future()
+    def _encode(self, active: ActiveRequest) -> "array[int] | Exception | None":
+        """Encode a small prompt in place; any other is given to a thread, and None is returned."""
         try:
             if active.has_ended:
-                future.set_result(array("i"))
-            elif is_small(request.prompt):
-                future.set_result(self._admission.encode_prompt(request))
-            else:
-                future = loop.run_in_executor(self._threads, self._admission.encode_prompt, request)
-                future.add_done_callback(partial(self._note_encoded, active))
+                return array("i")
+            if is_small(active.request.prompt):
+                return self._admission.encode_prompt(active.request)
+            self._start_encoding(active, None)
         except Exception as error:
-            future.set_exception(error)
-            _ignore_outcome(future)
-        return Encoding(active, future)
+            return error
+        return None
 
-    def _note_encoded(self, active: ActiveRequest, future: "asyncio.Future[array[int]]") -> None:
-        _ignore_outcome(future)  # `_admit` looks at it, unless the pipeline has ended
-        if not self._encoded.is_closed:
-            self._encoded.put_nowait(active)
+    def _start_encoding(self, active: ActiveRequest, rendered: TextPrompt | TokensPrompt | None) -> None:
+        """Give a prompt to a thread; `_note_encoded` is called with what becomes of it."""
+        lane = self._long_thread if is_long(rendered or active.request.prompt) else self._threads
+        future = asyncio.get_running_loop().run_in_executor(lane, self._encode_in_thread, active, rendered)
+        future.add_done_callback(partial(self._note_encoded, active))
 
-    async def _admit(self, encoding: Encoding) -> None:
-        active = encoding.active
+    def _encode_in_thread(
+        self, active: ActiveRequest, rendered: TextPrompt | TokensPrompt | None
+    ) -> "array[int] | TextPrompt | TokensPrompt":
+        """Return a prompt's ids; of a conversation that turns out to be long, its text for the other lane."""
+        if active.has_ended:
+            return array("i")  # aborted while it waited for the thread
+        prompt = active.request.prompt
+        if rendered is None:
+            rendered = self._admission.rendered(prompt)
+            if is_long(rendered) and not is_long(prompt):
+                return rendered
+        return self._admission.encode_prompt(active.request, rendered)
+
+    def _note_encoded(
+        self, active: ActiveRequest, future: "asyncio.Future[array[int] | TextPrompt | TokensPrompt]"
+    ) -> None:
+        _ignore_outcome(future)  # if the pipeline has ended, nobody looks at it
+        if self._encoded.is_closed:
+            return
+        error = future.exception()
+        if error is not None:
+            outcome = error if isinstance(error, Exception) else EngineError(repr(error))
+            self._encoded.put_nowait(Encoded(active, outcome))
+        elif isinstance(result := future.result(), array):
+            self._encoded.put_nowait(Encoded(active, result))
+        else:
+            self._start_encoding(active, result)
+
+    async def _admit(self, active: ActiveRequest, prompt_token_ids: "array[int] | Exception") -> None:
         try:
-            prompt_token_ids = encoding.prompt_token_ids.result()
             if active.has_ended:
                 self._num_unadmitted -= len(active.timelines)
                 return
+            if isinstance(prompt_token_ids, Exception):
+                raise prompt_token_ids
             now_s = self._clock()
             tokenized = self._admission.admit(
                 active.request, prompt_token_ids, seed=active.seed, sequence_ids=self._sequence_ids

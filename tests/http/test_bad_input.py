@@ -240,7 +240,15 @@ async def test_errors_are_raised_with_the_cause_they_have_and_not_themselves(
         (b'{"unknown": "\xff"}', None, "UTF-8"),
         (b'\xef\xbb\xbf{"prompt": "a"}', None, "JSON"),
         (b'{"prompt": "a\nb"}', None, "JSON"),
-        (b'{"prompt": "\\ud800 and more"}', None, "JSON"),
+        (b'{"prompt": "\\ud800 and more"}', "prompt", "surrogate"),
+        (b'{"model": "a", "user": "\\uDC00", "prompt": "\\ud83d\\ude00"}', "user", "surrogate"),
+        (b'{"prompt": "ab", "unknown": "\\ud83d\\ud83d"}', "prompt", "surrogate"),
+        (b'{"best_of": "\\ud800"}', None, "surrogate"),
+        (b'{"prompt": "\\\\ud800', None, "JSON"),
+        (b'{"prompt": "\\ud83d\\ude00', None, "JSON"),
+        (b'{"prompt": "ab", "best_of": 1e999}', "best_of", "out of range"),
+        (b'{"prompt": "ab", "user": 1e999}', "user", "out of range"),
+        (b'{"prompt": "ab", "' + b"k" * 100_000 + b'": NaN}', None, "a value is not a finite"),
         (b'{"prompt": "ab", "temperature": NaN}', "temperature", "finite"),
         (b'{"prompt": "ab", "temperature": Infinity}', "temperature", "finite"),
         (b'{"prompt": "ab", "temperature": -Infinity}', "temperature", "finite"),
@@ -256,6 +264,40 @@ async def test_body_that_is_no_json_object_is_a_400(data: bytes, param: str | No
     assert answer.status == 400
     assert answer.error["param"] == param
     assert word in answer.error["message"]
+    assert len(answer.body) < 400, "what a client names is shown in part"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", "HUGE"),
+        ("top_k", "HUGE"),
+        ("max_tokens", "HUGE"),
+        ("min_tokens", "HUGE"),
+        ("seed", "HUGE"),
+        ("logprobs", "HUGE"),
+        ("stop_token_ids", "[HUGE]"),
+        ("logit_bias", '{"HUGE": 1}'),
+        ("prompt", "[HUGE]"),
+    ],
+)
+async def test_a_huge_integer_is_a_400_that_names_the_field_and_does_not_show_the_number(
+    field: str, value: str
+) -> None:
+    fields = {"prompt": '"ab"', field: value.replace("HUGE", "1" * 401)}
+    data = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
+    async with live_server() as live:
+        answer = await live.call("/v1/completions", data=data.encode(), method="POST")
+    assert answer.status == 400
+    assert answer.error["param"] == field
+    assert len(answer.body) < 300
+
+
+async def test_a_long_path_is_shown_in_part() -> None:
+    async with live_server() as live:
+        answer = await live.call("/" + "a" * 4000)
+    assert answer.status == 404
+    assert len(answer.body) < 300
 
 
 async def test_large_body_is_a_413_and_the_server_goes_on() -> None:

@@ -60,11 +60,13 @@ async def test_connection_is_kept_and_pipelined_requests_are_answered_in_order_a
         writer.close()
 
 
-async def test_http_1_0_gets_bare_events_and_a_closed_connection() -> None:
+@pytest.mark.parametrize("wish", ["", "Connection: keep-alive\r\n"])
+async def test_http_1_0_gets_bare_events_and_a_closed_connection(wish: str) -> None:
     async with live_server(next_token=spell("xy")) as live:
-        reader, writer = await live.raw(http_request("/v1/completions", STREAM, version="1.0"))
+        reader, writer = await live.raw(http_request("/v1/completions", STREAM, version="1.0", headers=wish))
         status, headers = await read_head(reader)
-        body = await reader.read()
+        async with asyncio.timeout(10):
+            body = await reader.read()
         writer.close()
     assert status == 200
     assert "transfer-encoding" not in headers
@@ -120,6 +122,60 @@ async def test_body_that_cannot_be_unpacked_is_a_400() -> None:
         assert (await live.complete()).status == 200
     assert (zipped.status, status) == (400, 400)
     assert zipped.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_body_that_is_not_what_its_encoding_says_is_a_400_and_no_bug(
+    encoding: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with live_server(next_token=spell("x")) as live:
+        reader, writer = await live.raw(
+            http_request("/v1/completions", WHOLE, headers=f"Content-Encoding: {encoding}\r\n")
+        )
+        status, headers = await read_head(reader)
+        error = json.loads(await reader.readexactly(int(headers["content-length"])))["error"]
+        assert await reader.read() == b""
+        writer.close()
+    assert status == 400
+    assert error["message"] == f"the request body is not valid {encoding}, as its header says"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("encoding", ["br", "zstd", "x-strange"])
+async def test_body_in_an_encoding_that_is_not_taken_is_a_415_that_names_those_that_are(
+    path: str, encoding: str
+) -> None:
+    async with live_server() as live:
+        reader, writer = await live.raw(
+            http_request(path, WHOLE, headers=f"Content-Encoding: {encoding}\r\n")
+        )
+        status, headers = await read_head(reader)
+        error = json.loads(await reader.readexactly(int(headers["content-length"])))["error"]
+        writer.close()
+    assert status == 415
+    assert "gzip, deflate" in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_encoding")
+
+
+async def test_body_that_stands_still_is_a_408_and_one_that_comes_slowly_is_taken() -> None:
+    data = http_request("/v1/completions", WHOLE)
+    async with live_server(next_token=spell("x"), body_timeout_s=0.0) as live:
+        reader, writer = await live.raw(data[:-5])
+        async with asyncio.timeout(10):
+            status, headers = await read_head(reader)
+        error = json.loads(await reader.readexactly(int(headers["content-length"])))["error"]
+        writer.close()
+    assert (status, headers["connection"]) == (408, "close")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
+    assert f"after {len(json.dumps(WHOLE)) - 5} bytes" in error["message"]
+    async with live_server(next_token=spell("x")) as live:
+        reader, writer = await live.raw(data[:-5])
+        await asyncio.sleep(0)
+        writer.write(data[-5:])
+        status, _ = await read_head(reader)
+        writer.close()
+    assert status == 200
 
 
 async def test_impossible_expectation_is_refused_in_the_usual_shape() -> None:
@@ -226,6 +282,7 @@ async def test_accepted_sockets_have_a_bounded_send_buffer() -> None:
         assert live.runner.server is not None
         assert live.runner.server.connections
         for connection in live.runner.server.connections:
+            assert connection.transport is not None
             sock = connection.transport.get_extra_info("socket")
             # Linux doubles what is asked, for its own book-keeping.
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * 256 * 1024

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from asyncserve.errors import InvalidRequest, PromptTooLong
-from asyncserve.loop.admission import SMALL_TEXT_LEN, SMALL_TOKENS_LEN, Admission, is_small, prompt_field
+from asyncserve.loop.admission import (
+    LONG_TEXT_LEN,
+    SMALL_TEXT_LEN,
+    SMALL_TOKENS_LEN,
+    Admission,
+    is_long,
+    is_small,
+    prompt_field,
+    seed_of_choice,
+)
 from asyncserve.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokensPrompt
 from tests.fakes.tokenizer import BOS_ID, END_TURN_ID, EOS_ID, TURN_ID, FakeTokenizer
 
@@ -135,12 +144,49 @@ def test_a_long_conversation_is_told_to_shorten_its_messages() -> None:
     assert caught.value.param == "messages"
 
 
-def test_n_makes_as_many_sequences_with_seeds_that_count_up() -> None:
+def test_choices_of_neighbouring_seeds_do_not_repeat_each_other_and_the_first_has_the_requests_own() -> None:
+    seeds = [seed_of_choice(seed, index) for seed in range(-8, 8) for index in range(8)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert [seed_of_choice(seed, 0) for seed in (0, 5, 2**63 - 1)] == [0, 5, 2**63 - 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("x" * 2000, "2000 characters"), ("ä" * 1030, "2060 bytes"), ("\ud800" * 1030, "3090 bytes")],
+)
+def test_text_that_no_tokens_could_hold_is_refused_with_the_numbers_before_it_is_encoded(
+    text: str, size: str
+) -> None:
+    # The longest token of the fake's vocabulary is `<turn>`, of six bytes.
+    subject = Admission(
+        tokenizer=FakeTokenizer(), vocab_size=512, max_sequence_len=300, check_admissible=check_length
+    )
+    assert isinstance(subject.tokenizer, FakeTokenizer)
+    for prompt, param in (
+        (TextPrompt(text=text), "prompt"),
+        (chat({"role": "user", "content": text}), "messages"),
+    ):
+        with pytest.raises(PromptTooLong, match=r"cannot fit: .* 300 tokens .* 6 bytes") as caught:
+            subject.encode_prompt(request(prompt))
+        assert caught.value.param == param
+        assert param == "messages" or size in caught.value.message
+    assert subject.tokenizer.encoding_threads == []
+    assert len(subject.encode_prompt(request(TextPrompt(text="x" * 1800)))) == 1801
+
+
+def test_texts_that_take_long_to_encode_are_long_and_token_ids_are_not() -> None:
+    assert is_long(TextPrompt(text="x" * (LONG_TEXT_LEN + 1)))
+    assert not is_long(TextPrompt(text="x" * LONG_TEXT_LEN))
+    assert not is_long(tokens(LONG_TEXT_LEN + 1))
+
+
+def test_n_makes_as_many_sequences_with_seeds_of_their_own() -> None:
     asked = request(tokens(3), n=3)
     sequences = admit(asked, seed=2**63 - 2)
     assert [sequence.sequence_id for sequence in sequences] == [40, 41, 42]
     assert [sequence.index for sequence in sequences] == [0, 1, 2]
-    assert [sequence.seed for sequence in sequences] == [2**63 - 2, 2**63 - 1, 0]
+    assert [sequence.seed for sequence in sequences] == [seed_of_choice(2**63 - 2, i) for i in range(3)]
     assert all(sequence.request is asked for sequence in sequences)
     assert all(list(sequence.prompt_token_ids) == [7, 7, 7] for sequence in sequences)
 

@@ -112,6 +112,12 @@ def test_the_templates_own_message_reaches_the_client() -> None:
         _render("{{ raise_exception('roles must alternate') }}")
 
 
+def test_a_message_that_quotes_the_request_reaches_the_client_in_part() -> None:
+    with pytest.raises(InvalidRequest, match="xxx") as raised:
+        _render("{{ raise_exception(messages[0].content) }}", _message("x" * 100_000))
+    assert len(raised.value.message) < 600
+
+
 def test_no_messages_are_refused() -> None:
     template = ChatTemplate({"default": _CHATML}, special_tokens={})
     with pytest.raises(InvalidRequest, match="messages is empty"):

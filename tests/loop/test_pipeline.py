@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from asyncserve.loop.pipeline import MAX_ENCODINGS, SLICE_LEN
+from asyncserve.loop.admission import LONG_TEXT_LEN
+from asyncserve.loop.pipeline import SLICE_LEN, STARTED_PER_TURN
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
 from tests.fakes.engine import VOCAB_SIZE, Bench, bench
 from tests.fakes.executor import fake_info
@@ -45,44 +46,63 @@ async def test_long_prompts_and_conversations_are_encoded_in_threads_and_short_o
         assert [name.partition("_")[0] for name in b.tokenizer.encoding_threads[1:]] == ["tokenize"] * 2
 
 
-async def test_prompts_are_admitted_in_order_of_arrival_however_long_they_take() -> None:
+class OrderedSink(RecordingSink):
+    """Notes in which order prompts are admitted."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        super().__init__()
+        self.name = name
+        self.order = order
+
+    def begin(self, prompt_token_ids: Any) -> None:
+        super().begin(prompt_token_ids)
+        self.order.append(self.name)
+
+
+async def test_short_prompts_are_admitted_in_order_of_arrival_and_do_not_wait_for_slow_ones() -> None:
     gate = threading.Event()
     order: list[str] = []
-
-    class OrderedSink(RecordingSink):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-
-        def begin(self, prompt_token_ids: Any) -> None:
-            super().begin(prompt_token_ids)
-            order.append(self.name)
-
     async with bench(MANY_SLOTS, tokenizer=FakeTokenizer(gate=gate)) as b:
-        names = ["short 0", "LONG 1", "short 2", "LONG 3", "LONG 4", "short 5"]
-        sinks = [OrderedSink(name) for name in names]
-        for sink in sinks:
-            b.send(LONG_TEXT if sink.name.startswith("LONG") else "x", sink.name, sink=sink)
-        await b.until(lambda: len(b.tokenizer.encoding_threads) == 5)  # two threads, and those in place
-        await b.turn()
-        assert order == ["short 0"]
-        gate.set()
-        for sink in sinks:
+        slow = [b.send(LONG_TEXT, f"slow {i}") for i in range(4 * STARTED_PER_TURN)]
+        shorts = [OrderedSink(f"short {i}", order) for i in range(5)]
+        for sink in shorts:
+            b.send("x", sink.name, sink=sink)
+        for sink in shorts:
             await sink.wait()
-        assert order == names
+        assert not any(sink.has_ended for sink in slow)
+        gate.set()
+        for each in slow:
+            await each.wait()
+    assert order == [sink.name for sink in shorts]
 
 
-async def test_a_slow_prompt_holds_up_many_others_but_loses_none() -> None:
+@pytest.mark.parametrize("chats", [False, True])
+async def test_very_long_prompts_hold_up_nothing_but_very_long_prompts(chats: bool) -> None:
     gate = threading.Event()
-    async with bench(MANY_SLOTS, tokenizer=FakeTokenizer(gate=gate)) as b:
-        slow = b.send(LONG_TEXT, "slow")
-        others = [b.send("x", str(i)) for i in range(3 * MAX_ENCODINGS)]
-        await b.until(lambda: len(b.tokenizer.encoding_threads) == MAX_ENCODINGS)
-        await b.turn(2 * MAX_ENCODINGS)
-        assert len(b.tokenizer.encoding_threads) == MAX_ENCODINGS
+
+    class GatedTokenizer(FakeTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool) -> Any:
+            if len(text) > LONG_TEXT_LEN:
+                gate.wait(timeout=30)
+                threads.add(threading.current_thread().name)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    threads: set[str] = set()
+    info = fake_info(vocab_size=VOCAB_SIZE, num_slots=8, num_blocks=5000, max_model_len=16_384)
+    text = "x" * (LONG_TEXT_LEN + 1)
+    long_prompt = ChatPrompt(messages=({"role": "user", "content": text},)) if chats else text
+    async with bench(info, tokenizer=GatedTokenizer()) as b:
+        slow = [b.send(long_prompt, f"slow {i}") for i in range(5)]
+        await b.send(LONG_TEXT, "text").wait()
+        await b.send(ChatPrompt(messages=({"role": "user", "content": "x"},)), "chat").wait()
+        assert not any(sink.has_ended for sink in slow)
+        b.engine.abort("slow 4")
         gate.set()
-        for sink in (slow, *others):
-            await sink.wait()
+        for sink in slow[:4]:
+            assert (await sink.wait()).error is not None, "more tokens than the context"
+        await b.until(lambda: b.engine.statistics().num_waiting == 0)
+    assert threads == {"tokenize-long_0"}
+    assert b.tokenizer.encoding_threads.count("tokenize-long_0") == 4, "what was aborted is not encoded"
 
 
 async def test_a_burst_of_short_prompts_is_encoded_one_per_turn_of_the_loop() -> None:
