@@ -298,5 +298,5 @@ def _flag(name: str) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(known), n=1)
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {found[0]}?" if found else ""

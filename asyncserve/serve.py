@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 STOP_LIMIT_S = 10.0
 """How long the device may take for the step it is in when everything is to stop."""
+SPIN_COUNT = "2000"
+"""Turns a CPU thread waits for its team before it sleeps. libgomp's own number, some 300,000, keeps a core
+spinning for milliseconds while the thread it waits for has none: docs/decisions/0004."""
 LAST_WORDS_S = 2.0
 """How long clients have to read what is already written when everything stops."""
 
@@ -58,6 +61,9 @@ def open_model(config: ServerConfig) -> Checkpoint:
 
 def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
     """Make the device side; nothing is loaded before its `start`."""
+    # Before torch loads libgomp, which reads it once. See SPIN_COUNT.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # Imported here: it brings torch, which takes seconds and which a bad option should not have to wait for.
     from asyncserve.gpu.executor import ThreadExecutor
     from asyncserve.gpu.startup import start_runner

@@ -8,6 +8,7 @@ prompt is sent twice, in another run or another repeat either: what comes from a
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import json
 import math
 import random
@@ -152,6 +153,9 @@ def _loads(arguments: argparse.Namespace) -> tuple[str, list[Load]]:
         path = Path(arguments.scenario)
         if not path.suffix:
             path = SCENARIOS / f"{path}.toml"
+            if not path.is_file():
+                known = ", ".join(sorted(file.stem for file in SCENARIOS.glob("*.toml")))
+                raise ValueError(f"no scenario {arguments.scenario!r}; there are {known}")
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         name = path.stem
         runs = [content.get("defaults", {}) | run for run in content["run"]]
@@ -190,6 +194,8 @@ def _limits(texts: Sequence[str]) -> dict[str, float]:
 async def _run_all(
     arguments: argparse.Namespace, scenario: str, loads: Sequence[Load], limits_ms: Mapping[str, float]
 ) -> int:
+    if arguments.png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib: pip install '.[loadtest]'")
     client = Client(arguments.url, api_key=arguments.api_key)
     try:
         return await _run_each(client, arguments, scenario, loads, limits_ms)

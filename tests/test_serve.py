@@ -1,11 +1,12 @@
 import asyncio
 import dataclasses
+import os
 
 import pytest
 
 from asyncserve.config import ServerConfig
 from asyncserve.errors import CheckpointError
-from asyncserve.serve import build_executor, default_sampling
+from asyncserve.serve import SPIN_COUNT, build_executor, default_sampling
 from tests.gpu.test_startup import dummy_checkpoint
 
 
@@ -51,3 +52,16 @@ def test_sampling_defaults_are_the_models() -> None:
     stated = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 2, "top_k": None}
     checkpoint = dataclasses.replace(dummy_checkpoint(), generation_config=stated)
     assert default_sampling(ServerConfig(model="dummy"), checkpoint) == {"temperature": 0.6, "top_p": 0.9}
+
+
+def test_cpu_threads_are_told_to_spin_for_a_short_while_unless_somebody_has_said_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ServerConfig(model="dummy", device="cpu", load_format="dummy")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    build_executor(config, dummy_checkpoint())
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    build_executor(config, dummy_checkpoint())
+    assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT

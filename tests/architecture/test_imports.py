@@ -41,7 +41,7 @@ GPU = [
     ["attention"],
     ["batch"],
     ["slots", "block_tables", "kv_cache"],
-    ["staging", "parallel", "kernels", "completion"],
+    ["staging", "completion"],
     ["device"],
 ]
 LAYERS: dict[str, list[list[str]]] = {"": TOP, "loop": LOOP, "gpu": GPU}

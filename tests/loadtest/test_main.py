@@ -189,3 +189,8 @@ def test_what_cannot_be_run_is_one_line(
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://127.0.0.1:1"]) == 2
     assert "cannot connect" in capsys.readouterr().err
+
+
+def test_an_unknown_scenario_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--scenario", "nope"]) != 0
+    assert "smoke" in capsys.readouterr().err
