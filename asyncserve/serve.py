@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 STOP_LIMIT_S = 10.0
 """How long the device may take for the step it is in when everything is to stop."""
-SPIN_COUNT = "2000"
+SPIN_COUNT = "4000"
 """Turns a CPU thread waits for its team before it sleeps. libgomp's own number, some 300,000, keeps a core
 spinning for milliseconds while the thread it waits for has none: docs/decisions/0004."""
 LAST_WORDS_S = 2.0
