@@ -57,6 +57,8 @@ class Bench:
         """Let everything in flight come to its end, and find nothing left."""
         self.executor.resume()
         await self.until(lambda: self.engine.statistics().num_unapplied_steps == 0)
+        # An aborted prompt that a thread is encoding is waited for, too: only then is it counted no more.
+        await self.until(lambda: self.engine.statistics().num_waiting == 0)
         await self.turn()
         self.engine.check()
         statistics = self.engine.statistics()
