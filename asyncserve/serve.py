@@ -38,9 +38,16 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 STOP_LIMIT_S = 10.0
 """How long the device may take for the step it is in when everything is to stop."""
-SPIN_COUNT = "4000"
-"""Turns a CPU thread waits for its team before it sleeps. libgomp's own number, some 300,000, keeps a core
-spinning for milliseconds while the thread it waits for has none: docs/decisions/0004."""
+CPU_LIBRARIES = {
+    # Turns a CPU thread waits for its team before it sleeps. libgomp's own number, some 300,000, keeps a core
+    # spinning for milliseconds while the thread it waits for has none: docs/decisions/0004.
+    "GOMP_SPINCOUNT": "4000",
+    # Kernels that oneDNN, and torch's layer over it, keep for the shapes they have met: about 1 MB each, 1,024
+    # of each by default, which a server that meets every batch size fills.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
+}
+"""Environment variables that torch's CPU libraries read when they are loaded; what is set already stays."""
 LAST_WORDS_S = 2.0
 """How long clients have to read what is already written when everything stops."""
 
@@ -61,9 +68,8 @@ def open_model(config: ServerConfig) -> Checkpoint:
 
 def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
     """Make the device side; nothing is loaded before its `start`."""
-    # Before torch loads libgomp, which reads it once. See SPIN_COUNT.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    for name, value in CPU_LIBRARIES.items():
+        os.environ.setdefault(name, value)
     # Imported here: it brings torch, which takes seconds and which a bad option should not have to wait for.
     from asyncserve.gpu.executor import ThreadExecutor
     from asyncserve.gpu.startup import start_runner

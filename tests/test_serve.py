@@ -6,7 +6,7 @@ import pytest
 
 from asyncserve.config import ServerConfig
 from asyncserve.errors import CheckpointError
-from asyncserve.serve import SPIN_COUNT, build_executor, default_sampling
+from asyncserve.serve import CPU_LIBRARIES, build_executor, default_sampling
 from tests.gpu.test_startup import dummy_checkpoint
 
 
@@ -54,14 +54,14 @@ def test_sampling_defaults_are_the_models() -> None:
     assert default_sampling(ServerConfig(model="dummy"), checkpoint) == {"temperature": 0.6, "top_p": 0.9}
 
 
-def test_cpu_threads_are_told_to_spin_for_a_short_while_unless_somebody_has_said_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", sorted(CPU_LIBRARIES))
+def test_cpu_libraries_are_told_what_suits_a_server_unless_somebody_has_said_otherwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ServerConfig(model="dummy", device="cpu", load_format="dummy")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setenv(name, "7")
     build_executor(config, dummy_checkpoint())
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
-    monkeypatch.delenv("GOMP_SPINCOUNT")
+    assert os.environ[name] == "7"
+    monkeypatch.delenv(name)
     build_executor(config, dummy_checkpoint())
-    assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT
+    assert os.environ[name] == CPU_LIBRARIES[name]
