@@ -42,8 +42,8 @@ CPU_LIBRARIES = {
     # Turns a CPU thread waits for its team before it sleeps. libgomp's own number, some 300,000, keeps a core
     # spinning for milliseconds while the thread it waits for has none: docs/decisions/0004.
     "GOMP_SPINCOUNT": "4000",
-    # Kernels that oneDNN, and torch's layer over it, keep for the shapes they have met: about 1 MB each, 1,024
-    # of each by default, which a server that meets every batch size fills.
+    # Kernels that oneDNN, and torch's layer over it, keep for the shapes they have met: about 1 MB each, and
+    # 1,024 of each by default, which a server that meets every batch size fills.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     "LRU_CACHE_CAPACITY": "128",
 }
