@@ -29,6 +29,7 @@ from asyncserve.request import (
     TextPrompt,
     TokenLogprobs,
     TokensPrompt,
+    merge_all,
 )
 from asyncserve.serve import build_engine, default_sampling, open_model
 
@@ -260,28 +261,19 @@ class _CollectingSink:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._bar = bar
         self._prompt_token_ids: Sequence[int] = ()
-        self._texts: list[list[str]] = [[] for _ in range(request.sampling.n)]
-        self._token_ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
-        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.sampling.n)]
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self._wants_logprobs = request.sampling.num_logprobs is not None
-        self._last: dict[int, RequestOutput] = {}
+        self._outputs: list[list[RequestOutput]] = [[] for _ in range(request.sampling.n)]
+        self._num_unfinished = request.sampling.n
 
     def begin(self, prompt_token_ids: "array[int]") -> None:
         self._prompt_token_ids = prompt_token_ids
 
     def put(self, output: RequestOutput) -> None:
-        self._texts[output.index].append(output.text)
-        self._token_ids[output.index].extend(output.token_ids)
-        if output.logprobs is not None:
-            self._logprobs[output.index].extend(output.logprobs)
-        if output.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = tuple(output.prompt_logprobs)
+        self._outputs[output.index].append(output)
         if output.error is not None:
             self.fail(output.error)
         elif output.finish_reason is not None:
-            self._last[output.index] = output
-            if len(self._last) == len(self._texts) and not self.done.done():
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0 and not self.done.done():
                 self._bar.update()
                 self.done.set_result(None)
 
@@ -290,25 +282,25 @@ class _CollectingSink:
             self.done.set_exception(error)
 
     def completion(self, prompt: Any) -> Completion:
-        outputs = []
-        for index, texts in enumerate(self._texts):
-            last = self._last[index]
-            assert last.finish_reason is not None
-            outputs.append(
-                CompletionOutput(
-                    index=index,
-                    text="".join(texts),
-                    token_ids=tuple(self._token_ids[index]),
-                    logprobs=tuple(self._logprobs[index]) if self._wants_logprobs else None,
-                    finish_reason=last.finish_reason,
-                    stop_reason=last.stop_reason,
-                )
-            )
-        usage = self._last[0].usage
+        merged = [merge_all(outputs) for outputs in self._outputs]
+        prompt_logprobs = merged[0].prompt_logprobs
+        usage = merged[0].usage
         return Completion(
             prompt=prompt,
             prompt_token_ids=tuple(self._prompt_token_ids),
-            prompt_logprobs=self._prompt_logprobs,
-            outputs=tuple(outputs),
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            outputs=tuple(map(_completion_output, merged)),
             num_cached_tokens=usage.num_cached_tokens if usage is not None else 0,
         )
+
+
+def _completion_output(whole: RequestOutput) -> CompletionOutput:
+    assert whole.finish_reason is not None
+    return CompletionOutput(
+        index=whole.index,
+        text=whole.text,
+        token_ids=tuple(whole.token_ids),
+        logprobs=None if whole.logprobs is None else tuple(whole.logprobs),
+        finish_reason=whole.finish_reason,
+        stop_reason=whole.stop_reason,
+    )

@@ -134,3 +134,14 @@ def test_it_works_from_several_threads_and_beside_a_running_loop(llm: LLM) -> No
     for thread in threads:
         thread.join()
     assert got == [want] * 4
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_tokens_of_a_cpu(model: Path) -> None:
+    prompts = [[3 + (7 * i + n) % 300 for i in range(n)] for n in range(1, 60)]
+    params = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    answers = []
+    for device in ("cpu", "cuda"):
+        with LLM(str(model), dtype="float32", device=device, kv_cache_memory_bytes=1 << 26) as llm:
+            answers.append(tokens(llm.generate(prompts, params, progress=False)))
+    assert answers[1] == answers[0]

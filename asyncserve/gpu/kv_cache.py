@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from asyncserve.kv_spec import KVGroup
+from asyncserve.kv_spec import KVGroup, KVSpec
 
 _ALIGNMENT_BYTES = 64
 
@@ -59,6 +59,28 @@ class KVCache:
         self.values = [layers[layer_id][1] for layer_id in range(len(layers))]
         self.group_of_layer = [layers[layer_id][2] for layer_id in range(len(layers))]
 
+    def write(
+        self, layer_id: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a step's K and V in one layer.
+
+        Args:
+            layer_id: The layer.
+            rows: `[num_tokens * num_kv_heads] int64`, of `token_rows`.
+            k: `[num_tokens, num_kv_heads, head_dim]`.
+            v: As `k`.
+
+        Returns:
+            k and v in the cache's dtype: who attends to them directly sees what a later step will read, so
+            that a prompt gives the same whole or in chunks.
+        """
+        keys, values = self.keys[layer_id], self.values[layer_id]
+        head_dim = keys.shape[-1]
+        k, v = k.to(keys.dtype), v.to(values.dtype)
+        keys.view(-1, head_dim).index_copy_(0, rows, k.reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, rows, v.reshape(-1, head_dim))
+        return k, v
+
     def zero_blocks(self, group_id: int, block_ids: torch.Tensor) -> None:
         """Zero whole blocks in every layer of a group.
 
@@ -67,6 +89,24 @@ class KVCache:
             block_ids: `[num] int64`, on the cache's device.
         """
         self._storages[group_id].index_fill_(2, block_ids, 0)
+
+
+def token_rows(slot_mapping: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+    """Return where tokens stand in a layer's K (or V) seen as rows of one head: `[…, head_dim]`.
+
+    Args:
+        slot_mapping: `[num_tokens] int64`, `block_id * block_len + offset`.
+        spec: Of the layer's group.
+
+    Returns:
+        `[num_tokens * num_kv_heads] int64`: (block, head, offset) is row
+        `(block * num_kv_heads + head) * block_len + offset`.
+    """
+    block_len, num_kv_heads = spec.block_len, spec.num_kv_heads
+    block_ids = torch.div(slot_mapping, block_len, rounding_mode="floor")
+    first_head = slot_mapping + block_ids * ((num_kv_heads - 1) * block_len)
+    heads = torch.arange(num_kv_heads, device=slot_mapping.device)
+    return (first_head[:, None] + heads * block_len).view(-1)
 
 
 def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

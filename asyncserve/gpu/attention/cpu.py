@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import similar_rows
 from asyncserve.gpu.batch import Batch
-from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.kv_cache import KVCache, token_rows
 from asyncserve.kv_spec import FullAttention, KVSpec
 
 _TILE_LEN = 128
@@ -121,10 +121,7 @@ class CPUAttention:
         keys = kv_cache.keys[layer.layer_id]
         values = kv_cache.values[layer.layer_id]
         head_dim = layer.head_dim
-        # Rounded to the cache's dtype first, so that a prompt gives the same whole or in chunks.
-        k, v = k.to(keys.dtype), v.to(values.dtype)
-        keys.view(-1, head_dim).index_copy_(0, step.write_rows, k.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, step.write_rows, v.reshape(-1, head_dim))
+        k, v = kv_cache.write(layer.layer_id, step.write_rows, k, v)
 
         if not step.prefills and len(step.decodes) == 1:
             return self._decode(layer, q, keys, values, step.decodes[0])
@@ -201,12 +198,7 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
     heads = torch.arange(num_kv_heads)
     block_table = batch.block_tables[group_id].to(torch.int64)
 
-    # The cache is [num_blocks, num_kv_heads, block_len, head_dim]: seen as rows of head_dim, position
-    # (block, head, offset) is row (block * num_kv_heads + head) * block_len + offset.
-    slot_mapping = batch.slot_mapping[group_id]
-    block_ids = torch.div(slot_mapping, block_len, rounding_mode="floor")
-    first_head = slot_mapping + block_ids * ((num_kv_heads - 1) * block_len)
-    write_rows = (first_head[:, None] + heads * block_len).view(-1)
+    write_rows = token_rows(batch.slot_mapping[group_id], spec)
 
     def page_rows(blocks: torch.Tensor) -> torch.Tensor:
         # Seen as rows of whole pages, (block, head) is row block * num_kv_heads + head.
