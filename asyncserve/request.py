@@ -47,6 +47,32 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+class StructureKind(enum.Enum):
+    """How the shape of an output is described."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The shape an output must have; hashable, since compiled grammars are kept by it.
+
+    Args:
+        source: By kind: nothing for JSON_OBJECT; a JSON schema as JSON text; a regular expression; a JSON list
+            of strings for CHOICE; an EBNF grammar (GBNF notation); a structural tag as JSON text.
+        param: The request field it came from, for error messages; no part of its identity.
+    """
+
+    kind: StructureKind
+    source: str = ""
+    param: str = field(default="response_format", compare=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Bad values are refused when built.
@@ -76,6 +102,9 @@ class SamplingParams:
             only the chosen token's, None gives none.
         num_prompt_logprobs: The same for every prompt token but the first.
         skip_special_tokens: Leave special tokens out of the text.
+        allowed_token_ids: Only these tokens are chosen; None allows all. The EOS is not among them by itself.
+        bad_words: Texts whose tokens never stand in the output, at the beginning of a word or inside one.
+        structured: The shape the output must have; None leaves it free.
 
     Raises:
         InvalidRequest: A value is of a wrong type or out of range; `param` names the field.
@@ -100,6 +129,9 @@ class SamplingParams:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._typed().items():

@@ -43,14 +43,14 @@ async def running_server(
         await runner.cleanup()
 
 
-def chaos_on(client: Client, *, disconnects: float = 0.4) -> Chaos:
+def chaos_on(client: Client, *, disconnects: float = 0.4, malformed: float = 0.2) -> Chaos:
     return Chaos(
         client,
         num_streams=12,
         input_len=20,
         output_len=20,
         disconnects=disconnects,
-        malformed=0.2,
+        malformed=malformed,
         vocab_size=256,
         seed=0,
     )
@@ -61,12 +61,12 @@ async def test_a_sound_server_answers_everything_and_comes_to_rest() -> None:
     async with running_server() as (url, engine):
         client = Client(url, model="fake", timeout_s=20)
         chaos = chaos_on(client)
-        await chaos.run(1.0)
         tally = chaos.tally
-        assert not tally.complaints
-        assert tally.num_sent == tally.outcomes.total() > 20
         kinds = {"malformed, refused", "stream, left", "stream, complete", "plain, complete"}
-        assert kinds <= set(tally.outcomes)
+        while not kinds <= set(tally.outcomes):  # how much one run gets done depends on the machine
+            await chaos.run(0.2)
+        assert not tally.complaints
+        assert tally.num_sent == tally.outcomes.total()
         assert tally.health_ms
         while engine.statistics().num_running + engine.statistics().num_unapplied_steps:
             await client.ask("GET", "/health")
@@ -87,10 +87,12 @@ async def test_a_server_that_answers_what_it_should_refuse_is_complained_of() ->
 
     async with running_server(lambda app: app.middlewares.append(too_kind)) as (url, _):
         client = Client(url, model="fake", timeout_s=20)
-        chaos = chaos_on(client, disconnects=0.0)
-        await chaos.run(0.3)
-        assert any("max_tokens 0: HTTP 200" in message for message in chaos.tally.complaints)
-        assert any(message.startswith("stream: ") for message in chaos.tally.complaints)
+        only_malformed = chaos_on(client, malformed=1.0)
+        while "max_tokens 0: HTTP 200" not in only_malformed.tally.complaints:
+            await only_malformed.run(0.1)
+        only_sound = chaos_on(client, disconnects=0.0, malformed=0.0)
+        while not any(message.startswith("stream: ") for message in only_sound.tally.complaints):
+            await only_sound.run(0.1)
         client.close()
 
 
