@@ -1,6 +1,7 @@
-"""`asyncserve` and `python -m asyncserve`: command line → `ServerConfig` → uvloop → `serve`.
+"""`asyncserve` and `python -m asyncserve`: command line → `ServerConfig` → uvloop → `serve` or `run_batch`.
 
-Exit status 0 after an orderly stop, 1 when the server could not start or failed, 2 when an option is wrong.
+Exit status 0 after an orderly stop, 1 when the server could not start or failed, 2 when an option is wrong;
+`run_batch` says what else a batch may end with.
 A wrong option or a failed start is one message on stderr, never a traceback. Once requests are answered, two
 commands to try are printed on stdout.
 """
@@ -11,23 +12,32 @@ import sys
 from functools import partial
 
 from asyncserve.cli import read_config
-from asyncserve.config import ServerConfig
+from asyncserve.config import BatchConfig, ServerConfig
 from asyncserve.errors import ConfigError, StartupError
 
 
 def main() -> int:
-    """Serve with the options of this process's command line and environment; return the exit status."""
+    """Do what this process's command line and environment say; return the exit status."""
+    argv = sys.argv[1:]
+    config: ServerConfig
     try:
-        config = read_config(sys.argv[1:], os.environ)
+        if argv[:1] == ["run-batch"]:
+            config = read_config(argv[1:], os.environ, BatchConfig)
+        else:
+            config = read_config(argv, os.environ, ServerConfig)
     except ConfigError as error:
         print(f"asyncserve: error: {error}", file=sys.stderr)
         return 2
     # Only now: a wrong option is reported at once, not after the server's packages have been imported.
     import uvloop
 
-    from asyncserve.serve import serve
-
     try:
+        if isinstance(config, BatchConfig):
+            from asyncserve.run_batch import run_batch
+
+            return uvloop.run(run_batch(config))
+        from asyncserve.serve import serve
+
         return uvloop.run(serve(config, on_ready=partial(_print_examples, config)))
     except StartupError as error:
         print(f"asyncserve: cannot start: {error}", file=sys.stderr)

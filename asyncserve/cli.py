@@ -16,14 +16,14 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
 import asyncserve
-from asyncserve.config import GROUPS, ServerConfig
+from asyncserve.config import GROUPS, BatchConfig, ServerConfig
 from asyncserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,10 @@ _SWITCHES = {
     "off": False,
 }
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SERVER_USAGE = (
+    "asyncserve MODEL [options]\n       asyncserve run-batch MODEL -i IN.jsonl -o OUT.jsonl [options]"
+)
+_BATCH_USAGE = "asyncserve run-batch MODEL -i IN.jsonl -o OUT.jsonl [options]"
 _EPILOG = (
     "Every option can also be set by an environment variable (--max-model-len: ASYNCSERVE_MAX_MODEL_LEN; "
     "several values separated by commas) or by a key of the --config file (max_model_len). The command line "
@@ -50,7 +54,10 @@ _EPILOG = (
 )
 
 
-def read_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig:
+Config = TypeVar("Config", bound=ServerConfig)
+
+
+def read_config(argv: Sequence[str], environ: Mapping[str, str], kind: type[Config]) -> Config:
     """Read the options from all their sources and validate them.
 
     `--help`, `--version` and `--print-config` print and end the process with status 0.
@@ -58,30 +65,35 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
     Args:
         argv: The command line without the program's name; a leading `serve` is ignored.
         environ: The environment.
+        kind: Whose options: the server's, or those of a batch.
 
     Raises:
         ConfigError: One line: the option, where it stands if not on the command line, and what would do.
     """
-    parser = _build_parser()
-    on_command_line = _parse(parser, argv[1:] if argv and argv[0] == "serve" else argv)
-    in_environment = _parse(parser, _environment_arguments(environ), source="in the environment: ")
+    parser = _build_parser(kind)
+    on_command_line = _parse(parser, kind, argv[1:] if argv and argv[0] == "serve" else argv)
+    in_environment = _parse(
+        parser, kind, _environment_arguments(environ, kind), source="in the environment: "
+    )
     print_only = on_command_line.pop("print_config", False)
     layers: list[dict[str, Any]] = [in_environment, on_command_line]
     config_file = (in_environment | on_command_line).get("config")
     if config_file is not None:
         source = f"in {config_file}: "
-        layers.insert(0, _parse(parser, _file_arguments(Path(config_file), source), source=source))
+        arguments = _file_arguments(Path(config_file), kind, source)
+        layers.insert(0, _parse(parser, kind, arguments, source=source))
     values: dict[str, Any] = {}
     for layer in layers:
         layer.pop("config", None)
         values.update(layer)
-    for option in dataclasses.fields(ServerConfig):
+    for option in dataclasses.fields(kind):
         if _is_required(option) and option.name not in values:
+            flag = option.name.upper() if _is_positional(option) else _flag(option.name)
             raise ConfigError(
-                f"{option.name} is missing: asyncserve {option.name.upper()}, "
+                f"{option.name} is missing: {parser.prog} {flag}, "
                 f"{ENVIRONMENT_PREFIX}{option.name.upper()}, or {option.name}: in the --config file"
             )
-    config = ServerConfig(**values)
+    config = kind(**values)
     config.validate()
     if print_only:
         print(to_yaml(config), end="")
@@ -99,18 +111,21 @@ def to_yaml(config: ServerConfig) -> str:
         if not option.repr:
             lines.append(f"# {option.name}: not shown, {len(value)} set\n")
             continue
-        plain = list(value) if isinstance(value, tuple) else value
+        # An empty list would not be taken when it is read back.
+        plain = (list(value) or None) if isinstance(value, tuple) else value
         lines.append(yaml.safe_dump({option.name: plain}, default_flow_style=False, allow_unicode=True))
     return "".join(lines)
 
 
-@cache
-def option_help() -> Mapping[str, str]:
+def option_help(kind: type[ServerConfig] = ServerConfig) -> Mapping[str, str]:
     """Return each option's help text: the string that follows it in the class body."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(ServerConfig))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    statements: list[ast.stmt] = []
+    for owner in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        statements += body.body
     texts = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
+    for statement, following in pairwise(statements):
         match statement, following:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
@@ -127,11 +142,14 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _build_parser() -> _Parser:
+def _build_parser(kind: type[ServerConfig]) -> _Parser:
+    is_batch = issubclass(kind, BatchConfig)
     parser = _Parser(
-        prog="asyncserve",
-        usage="%(prog)s MODEL [options]",
-        description="Serve a language model over an OpenAI-compatible HTTP API.",
+        prog="asyncserve run-batch" if is_batch else "asyncserve",
+        usage=_BATCH_USAGE if is_batch else _SERVER_USAGE,
+        description="Answer a file of requests in OpenAI's batch format, without a server."
+        if is_batch
+        else "Serve a language model over an OpenAI-compatible HTTP API.",
         epilog=_EPILOG,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -142,21 +160,22 @@ def _build_parser() -> _Parser:
         "--print-config", action="store_true", help="Print the options as they come out of all sources; stop."
     )
     parser.add_argument("--version", action="version", version=f"asyncserve {asyncserve.__version__}")
-    hints = get_type_hints(ServerConfig)
+    hints = get_type_hints(kind)
+    texts = option_help(kind)
     group: Any = parser
-    for option in dataclasses.fields(ServerConfig):
+    for option in dataclasses.fields(kind):
         if option.name in GROUPS:
             group = parser.add_argument_group(GROUPS[option.name])
-        if _is_required(option):
+        if _is_positional(option):
             parser.add_argument(f"positional_{option.name}", nargs="?", help=argparse.SUPPRESS)
-        _add_option(group, option, hints[option.name])
+        _add_option(group, option, hints[option.name], texts.get(option.name, ""))
     return parser
 
 
-def _add_option(group: Any, option: "dataclasses.Field[Any]", hint: Any) -> None:
-    text = option_help().get(option.name, "")
+def _add_option(group: Any, option: "dataclasses.Field[Any]", hint: Any, text: str) -> None:
     if not _is_required(option) and option.default not in (None, ()):
-        text = f"{text} Default: {option.default}."
+        default = " ".join(option.default) if isinstance(option.default, tuple) else option.default
+        text = f"{text} Default: {default}."
     arguments: dict[str, Any] = {"help": text.replace("%", "%%")}
     hint = _without_none(hint)
     if hint is bool:
@@ -170,10 +189,13 @@ def _add_option(group: Any, option: "dataclasses.Field[Any]", hint: Any) -> None
         arguments["type"] = _converter(hint)
     if hint is not bool and get_origin(hint) is not Literal:
         arguments["metavar"] = {int: "N", float: "X"}.get(hint, option.name.rpartition("_")[2].upper())
-    group.add_argument(_flag(option.name), dest=option.name, **arguments)
+    short = [option.metadata["short"]] if "short" in option.metadata else []
+    group.add_argument(*short, _flag(option.name), dest=option.name, **arguments)
 
 
-def _parse(parser: _Parser, arguments: Sequence[str], *, source: str = "") -> dict[str, Any]:
+def _parse(
+    parser: _Parser, kind: type[ServerConfig], arguments: Sequence[str], *, source: str = ""
+) -> dict[str, Any]:
     """Parse one source's arguments into the values it sets, and no others."""
     dashed = [re.sub(r"^--[^=]*", lambda flag: flag[0].replace("_", "-"), argument) for argument in arguments]
     try:
@@ -184,7 +206,7 @@ def _parse(parser: _Parser, arguments: Sequence[str], *, source: str = "") -> di
     except ConfigError as error:
         raise ConfigError(f"{source}{error}") from None
     values = vars(namespace)
-    for option in dataclasses.fields(ServerConfig):
+    for option in dataclasses.fields(kind):
         positional = values.pop(f"positional_{option.name}", None)
         if positional is not None and values.setdefault(option.name, positional) != positional:
             raise ConfigError(f"{option.name} is given twice: {positional} and {values[option.name]}")
@@ -193,15 +215,15 @@ def _parse(parser: _Parser, arguments: Sequence[str], *, source: str = "") -> di
     return values
 
 
-def _environment_arguments(environ: Mapping[str, str]) -> list[str]:
+def _environment_arguments(environ: Mapping[str, str], kind: type[ServerConfig]) -> list[str]:
     arguments: list[str] = []
-    kinds = _value_kinds()
+    kinds = _value_kinds(kind)
     for variable, value in environ.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not variable.startswith(ENVIRONMENT_PREFIX) or (not value and name not in _secrets()):
             continue
         if name not in kinds:
-            known = [ENVIRONMENT_PREFIX + kind.upper() for kind in kinds]
+            known = [ENVIRONMENT_PREFIX + option.upper() for option in kinds]
             logger.warning(
                 "ignoring environment variable %s: no such option%s", variable, _nearest(variable, known)
             )
@@ -216,7 +238,7 @@ def _environment_arguments(environ: Mapping[str, str]) -> list[str]:
     return arguments
 
 
-def _file_arguments(path: Path, source: str) -> list[str]:
+def _file_arguments(path: Path, kind: type[ServerConfig], source: str) -> list[str]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -227,7 +249,7 @@ def _file_arguments(path: Path, source: str) -> list[str]:
     if not isinstance(content, dict | None):
         raise ConfigError(f"{source}expected `option: value` lines, found a {type(content).__name__}")
     arguments: list[str] = []
-    kinds = _value_kinds()
+    kinds = _value_kinds(kind)
     del kinds["config"]
     for key, value in (content or {}).items():
         name = str(key).replace("-", "_")
@@ -255,10 +277,10 @@ def _arguments(name: str, value: object, kind: type, *, source: str) -> list[str
     return [f"{flag}={item}" for item in values]
 
 
-def _value_kinds() -> dict[str, type]:
+def _value_kinds(kind: type[ServerConfig]) -> dict[str, type]:
     """Return how each option is spelled: as a bool, a tuple (several values) or a str (anything else)."""
     kinds: dict[str, type] = {"config": str}
-    for name, hint in get_type_hints(ServerConfig).items():
+    for name, hint in get_type_hints(kind).items():
         bare = get_origin(hint) or hint
         kinds[name] = bare if bare in (bool, tuple) else str
     return kinds
@@ -291,6 +313,10 @@ def _without_none(hint: Any) -> Any:
 
 def _is_required(option: "dataclasses.Field[Any]") -> bool:
     return option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
+
+
+def _is_positional(option: "dataclasses.Field[Any]") -> bool:
+    return bool(option.metadata.get("positional"))
 
 
 def _flag(name: str) -> str:

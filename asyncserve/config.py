@@ -13,7 +13,12 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from asyncserve.errors import ConfigError
 
-GROUPS: Mapping[str, str] = {"model": "Model", "max_num_seqs": "Engine", "host": "HTTP server"}
+GROUPS: Mapping[str, str] = {
+    "model": "Model",
+    "max_num_seqs": "Engine",
+    "host": "HTTP server",
+    "input_file": "Batch",
+}
 """Headings of `--help`, each by the first option that stands under it."""
 
 
@@ -21,7 +26,7 @@ GROUPS: Mapping[str, str] = {"model": "Model", "max_num_seqs": "Engine", "host":
 class ServerConfig:
     """Options of `asyncserve`, in the field's names."""
 
-    model: str
+    model: str = field(metadata={"positional": True})
     """Model to serve: a Hugging Face folder, a hub id, or a .gguf file."""
     served_model_name: tuple[str, ...] = ()
     """Names clients may use for the model; the first is the one reported. Default: the value of --model."""
@@ -75,6 +80,9 @@ class ServerConfig:
     max_num_queued_requests: int = 2048
     """Most sequences waiting for a slot, preempted ones included (a request with n = 3 counts three times). A
     call that would exceed it gets 429, one that alone is larger gets 400."""
+    grammar_compile_timeout: float = 10.0
+    """Seconds that compiling one structured output (a JSON schema, a grammar) may take; above it that request
+    gets 400."""
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
     num_threads: int | None = None
@@ -88,11 +96,55 @@ class ServerConfig:
     """Unix socket to listen on instead of host and port."""
     # repr=False marks a secret: it is shown neither by --print-config nor in logs.
     api_key: tuple[str, ...] = field(default=(), repr=False)
-    """Keys clients must send as `Authorization: Bearer KEY`; none means open."""
+    """Keys clients must send as `Authorization: Bearer KEY` or `X-Api-Key: KEY`; none means open."""
+    api_key_file: str | None = None
+    """File of further keys, one a line, # for comments; it is read again when it changes."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web origins (https://chat.example.org, or * for any) whose pages may use the server (CORS)."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """HTTP methods pages of --allowed-origins may use; * for all."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Request headers pages of --allowed-origins may send; * for any."""
+    allow_credentials: bool = False
+    """Let pages of --allowed-origins send cookies and TLS client certificates; not together with *."""
+    ssl_certfile: str | None = None
+    """PEM file of the server's certificate and its chain; with it the server speaks TLS (1.2 or later)."""
+    ssl_keyfile: str | None = None
+    """PEM file of the certificate's private key, without a passphrase. Default: --ssl-certfile holds it."""
+    ssl_ca_certs: str | None = None
+    """PEM file of authorities; clients must show a certificate that one of them has signed."""
+    ssl_cert_reqs: int | None = None
+    """What --ssl-ca-certs asks of clients: 2 a certificate, 1 a valid one if any, 0 nothing. Default: 2."""
+    ssl_ciphers: str | None = None
+    """Ciphers for TLS 1.2, in OpenSSL's notation. Default: Python's choice."""
+    enable_ssl_refresh: bool = False
+    """Take up certificate, key and authorities anew when their files change; open connections go on."""
+    root_path: str | None = None
+    """Prefix under which a proxy shows the server; paths are answered with and without it."""
+    max_header_bytes: int = 32 * 1024
+    """Most bytes of a request line, and of a request's headers together; above it clients get 431."""
+    max_header_count: int = 128
+    """Most headers of a request; above it clients get 431."""
+    disable_access_log: bool = False
+    """Log no line for each request."""
+    disable_access_log_for_endpoints: tuple[str, ...] = ()
+    """Paths, separated by commas or spaces, whose requests are not logged."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: hermes, llama3_json, pythonic or mistral; auto tells it by the chat
+    template."""
+    reasoning_parser: str = "auto"
+    """How the model writes reasoning: think, none, or auto to tell it by the chat template."""
+    trust_request_chat_template: bool = False
+    """Let requests bring chat templates of their own, and set any variable of them. A template can keep a
+    thread busy for long: only for trusted clients."""
     max_logprobs: int = 20
     """Most log-probabilities a client may ask for with each token."""
     max_body_bytes: int = 4 * 1024 * 1024
     """Largest request body; above it clients get 413."""
+    response_store_size: int = 1000
+    """Most responses of /v1/responses kept in memory, and most that run in the background; 0 for none."""
+    response_store_bytes: int = 256 * 1024 * 1024
+    """Most bytes of the responses that are kept together; the longest unused go first."""
     shutdown_timeout: float = 120.0
     """Seconds a SIGTERM leaves running requests to finish; 0 aborts them at once."""
     health_timeout: float = 60.0
@@ -137,6 +189,36 @@ class ServerConfig:
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]"
             )
         self._validate_together()
+        self._validate_http()
+
+    def _validate_http(self) -> None:
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins has {origin!r}; an origin is *, null, or scheme://host[:port] without a"
+                    " path; separate several by spaces"
+                )
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "allow_credentials and allowed_origins * would let any web page act as its visitor; name the"
+                " origins"
+            )
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"{name} is given without ssl_certfile, so there would be no TLS")
+        if self.enable_ssl_refresh and self.ssl_certfile is None:
+            raise ConfigError("enable_ssl_refresh is given without ssl_certfile, so there would be no TLS")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(
+                "ssl_cert_reqs asks for client certificates; give ssl_ca_certs to check them by"
+            )
+        if self.ssl_certfile is not None and self.uds is not None:
+            raise ConfigError("ssl_certfile and uds exclude each other: TLS is for network connections")
+        if self.root_path is not None and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root_path is {self.root_path!r}; it must look like /prefix, with a slash before it and none"
+                " behind"
+            )
 
     def _validate_together(self) -> None:
         budget, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
@@ -162,6 +244,31 @@ class ServerConfig:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig(ServerConfig):
+    """Options of `asyncserve run-batch`: the server's, though those of its socket do nothing, and these."""
+
+    input_file: str = field(metadata={"short": "-i"})
+    """File of requests in OpenAI's batch format, one JSON object a line; - for standard input."""
+    output_file: str = field(metadata={"short": "-o"})
+    """File that gets the answers, one JSON object a line; requests it has answers to are not run again. - for
+    standard output."""
+    max_concurrency: int | None = None
+    """Most requests worked on at once. Default: twice the sequences that can run."""
+
+    def validate(self) -> None:
+        """Check every option's range and the combinations that cannot work.
+
+        Raises:
+            ConfigError: Names the option, its value and what would do.
+        """
+        ServerConfig.validate(self)
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"max_concurrency is {self.max_concurrency}; it must be at least 1")
+
+
+_ORIGIN = re.compile(r"""\*|null|[A-Za-z][A-Za-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[^/\s"'\[\],:]+)(:\d+)?""")
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")
 _RANGES: Mapping[str, tuple[float, float]] = {
     # One token of prompt and one of output.
     "max_model_len": (2, math.inf),
@@ -174,10 +281,17 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "num_gpu_blocks_override": (2, math.inf),
     "long_prefill_token_threshold": (0, math.inf),
     "max_num_queued_requests": (1, math.inf),
+    "grammar_compile_timeout": (0.001, 3600),
     "num_threads": (1, math.inf),
     "port": (0, 65535),
     "max_logprobs": (0, math.inf),
     "max_body_bytes": (1, math.inf),
+    "response_store_size": (0, math.inf),
+    "response_store_bytes": (0, math.inf),
+    "ssl_cert_reqs": (0, 2),
+    # A client's own headers, and what proxies add, must fit.
+    "max_header_bytes": (1024, 2**24),
+    "max_header_count": (16, 10_000),
     "shutdown_timeout": (0, math.inf),
     "health_timeout": (0.001, math.inf),
 }

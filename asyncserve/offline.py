@@ -113,6 +113,7 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        truncate_prompt_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Continue each prompt.
@@ -121,6 +122,8 @@ class LLM:
             prompts: One text, several, one list of token ids, or several.
             sampling: For all prompts, or one for each; None takes the values the model's authors recommend
                 (`generation_config.json`).
+            truncate_prompt_tokens: Keep only so many of each prompt's last tokens; -1 keeps as many as leave
+                room for the output.
             progress: Show a progress bar on stderr.
 
         Returns:
@@ -132,13 +135,14 @@ class LLM:
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         given: list[Any] = [prompts] if is_one else list(prompts)
         built = [_as_prompt(prompt) for prompt in given]
-        return self._complete(given, built, sampling, progress=progress)
+        return self._complete(given, built, sampling, truncate_prompt_tokens, progress=progress)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        truncate_prompt_tokens: int | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Answer each conversation, rendered through the model's chat template.
@@ -146,6 +150,7 @@ class LLM:
         Args:
             messages: One conversation (a list of messages with `role` and `content`), or several.
             sampling: For all conversations, or one for each; None as in `generate`.
+            truncate_prompt_tokens: As in `generate`, of each rendered conversation.
             progress: Show a progress bar on stderr.
 
         Returns:
@@ -161,7 +166,7 @@ class LLM:
                     f"a conversation is a list of messages, not {conversation!r}", param="messages"
                 )
         built: list[Prompt] = [ChatPrompt(messages=tuple(conversation)) for conversation in given]
-        return self._complete(given, built, sampling, progress=progress)
+        return self._complete(given, built, sampling, truncate_prompt_tokens, progress=progress)
 
     def statistics(self) -> EngineStatistics:
         """Return the state of the engine: running, waiting, blocks, preemptions, cache hits."""
@@ -193,6 +198,7 @@ class LLM:
         given: list[Any],
         prompts: list[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        truncate_prompt_tokens: int | None,
         *,
         progress: bool,
     ) -> list[Completion]:
@@ -212,6 +218,7 @@ class LLM:
                     prompt=prompt,
                     sampling=params,
                     arrival_s=arrival_s,
+                    truncate_prompt_tokens=truncate_prompt_tokens,
                 )
             )
         return self._call(self._run(given, requests, progress=progress))

@@ -16,12 +16,25 @@ from numbers import Real
 from typing import Any, Protocol
 
 from asyncserve.errors import AsyncserveError, InvalidRequest
+from asyncserve.grammar import Grammar
 
 MAX_STOP_STRINGS = 64
 """More stop strings than this are refused: each is compared with every token."""
 
 MAX_STOP_CHARACTERS = 4096
 """More characters than this in all stop strings together are refused: a table is built of them."""
+
+MAX_ALLOWED_TOKENS = 128 * 1024
+"""More allowed tokens than this are refused: looking through them takes a millisecond."""
+
+MAX_BAD_WORDS = 1024
+"""More bad words than this are refused: each is looked for at every token."""
+
+MAX_BAD_WORD_CHARACTERS = 4096
+"""More characters than this in all bad words together are refused: the device keeps their tokens."""
+
+MAX_STRUCTURE_CHARACTERS = 256 * 1024
+"""A longer description of an output's shape is refused: it is compiled, and kept for the next request."""
 
 
 class _DefaultLen(enum.IntEnum):
@@ -63,14 +76,33 @@ class StructuredOutput:
     """The shape an output must have; hashable, since compiled grammars are kept by it.
 
     Args:
-        source: By kind: nothing for JSON_OBJECT; a JSON schema as JSON text; a regular expression; a JSON list
-            of strings for CHOICE; an EBNF grammar (GBNF notation); a structural tag as JSON text.
+        source: By kind: nothing for JSON_OBJECT; a JSON schema as JSON text; a regular expression; a JSON
+            list of strings for CHOICE; an EBNF grammar (GBNF notation); a structural tag as JSON text.
         param: The request field it came from, for error messages; no part of its identity.
+
+    Raises:
+        InvalidRequest: `kind` or `source` is of a wrong type, or `source` is too long or missing.
     """
 
     kind: StructureKind
     source: str = ""
     param: str = field(default="response_format", compare=False)
+
+    def __post_init__(self) -> None:
+        kind: object = self.kind
+        source: object = self.source
+        if not isinstance(kind, StructureKind) or not isinstance(source, str):
+            raise InvalidRequest(
+                f"a structure has a kind and a text, not {type(kind).__name__} and {type(source).__name__}",
+                param=self.param,
+            )
+        if len(source) > MAX_STRUCTURE_CHARACTERS:
+            raise InvalidRequest(
+                f"{self.param} has {len(source)} characters; at most {MAX_STRUCTURE_CHARACTERS} are taken",
+                param=self.param,
+            )
+        if not source and kind is not StructureKind.JSON_OBJECT:
+            raise InvalidRequest(f"{self.param} is empty", param=self.param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +135,8 @@ class SamplingParams:
         num_prompt_logprobs: The same for every prompt token but the first.
         skip_special_tokens: Leave special tokens out of the text.
         allowed_token_ids: Only these tokens are chosen; None allows all. The EOS is not among them by itself.
-        bad_words: Texts whose tokens never stand in the output, at the beginning of a word or inside one.
+        bad_words: Texts whose tokens never stand in the output, with a space before them or without; as text
+            they can, spelled with other tokens.
         structured: The shape the output must have; None leaves it free.
 
     Raises:
@@ -160,6 +193,9 @@ class SamplingParams:
             )
         if any(not text for text in self.stop):
             raise InvalidRequest("stop may not hold an empty string", param="stop")
+        if self.allowed_token_ids is not None:
+            _check_allowed(self.allowed_token_ids)
+        _check_bad_words(self.bad_words)
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, low=0)
         _in_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
@@ -193,9 +229,21 @@ class SamplingParams:
         for text in values["stop"]:
             if not isinstance(text, str):
                 raise InvalidRequest(f"stop holds a value of the type {type(text).__name__}", param="stop")
-        values["stop_token_ids"] = tuple(
-            _integer("stop_token_ids", token_id) for token_id in _items("stop_token_ids", self.stop_token_ids)
-        )
+        values["stop_token_ids"] = _integers("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            values["allowed_token_ids"] = _integers("allowed_token_ids", self.allowed_token_ids)
+        values["bad_words"] = _items("bad_words", self.bad_words)
+        for word in values["bad_words"]:
+            if not isinstance(word, str):
+                raise InvalidRequest(
+                    f"bad_words holds a value of the type {type(word).__name__}", param="bad_words"
+                )
+        structured: object = self.structured
+        if structured is not None and not isinstance(structured, StructuredOutput):
+            raise InvalidRequest(
+                f"structured is of the type {type(structured).__name__}, not a StructuredOutput",
+                param="structured",
+            )
         biases: object = self.logit_bias
         if not isinstance(biases, Mapping):
             raise InvalidRequest(
@@ -263,6 +311,39 @@ def _items(name: str, values: object) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def _integers(name: str, values: object) -> tuple[int, ...]:
+    items = _items(name, values)
+    if set(map(type, items)) <= {int}:  # nearly always, and there may be many
+        return items
+    return tuple(_integer(name, item) for item in items)
+
+
+def _check_allowed(token_ids: tuple[int, ...]) -> None:
+    name = "allowed_token_ids"
+    if not token_ids:
+        raise InvalidRequest(f"{name} is empty: nothing could be generated", param=name)
+    if len(token_ids) > MAX_ALLOWED_TOKENS:
+        raise InvalidRequest(
+            f"{name} has {len(token_ids)} token ids; at most {MAX_ALLOWED_TOKENS} are taken", param=name
+        )
+    for token_id in (min(token_ids), max(token_ids)):
+        _in_range(name, token_id, low=0)
+
+
+def _check_bad_words(words: tuple[str, ...]) -> None:
+    name = "bad_words"
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"{name} has {len(words)} words; at most {MAX_BAD_WORDS} are taken", param=name)
+    num_characters = sum(map(len, words))
+    if num_characters > MAX_BAD_WORD_CHARACTERS:
+        raise InvalidRequest(
+            f"{name} has {num_characters} characters in all; at most {MAX_BAD_WORD_CHARACTERS} are taken",
+            param=name,
+        )
+    if not all(words):
+        raise InvalidRequest(f"{name} may not hold an empty string", param=name)
+
+
 def _in_range(
     name: str, value: float, *, low: float, high: float = math.inf, low_is_open: bool = False
 ) -> None:
@@ -319,12 +400,18 @@ class ChatPrompt:
         add_generation_prompt: End with the opening of the assistant's turn.
         continue_final_message: Leave the last message open, so that the model continues it.
         template_kwargs: Further names the template may use.
+        chat_template: A template instead of the model's own.
+        add_special_tokens: Let the tokenizer add what it adds by itself, though templates say that, too.
+        rendered: The text, if somebody has put the conversation through the template already.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    add_special_tokens: bool = False
+    rendered: str | None = None
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
@@ -339,9 +426,13 @@ class Request:
         arrival_s: Monotonic time at which it was received.
         priority: Lower runs first under the `priority` policy; ignored under `fcfs`.
         cache_salt: Separates prefix caches: blocks are shared only among equal salts.
+        truncate_prompt_tokens: Keep only so many of the prompt's last tokens, at least 1; -1 keeps as many as
+            leave room for `max_tokens` (for one token where it is None); None keeps all.
+        cuts_max_tokens: A `max_tokens` above what the context leaves is cut to that instead of refused.
 
     Raises:
-        InvalidRequest: `prompt`, `priority` or `cache_salt` is of a wrong type.
+        InvalidRequest: `prompt`, `priority`, `cache_salt` or `truncate_prompt_tokens` is of a wrong type, or
+            the last is out of range.
     """
 
     request_id: str
@@ -350,6 +441,8 @@ class Request:
     arrival_s: float
     priority: int = 0
     cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    cuts_max_tokens: bool = False
 
     def __post_init__(self) -> None:
         # Used deep in the engine, where a value of another type would harm everybody's requests.
@@ -357,6 +450,13 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, kinds):
                 raise InvalidRequest(f"{name} is of the type {type(value).__name__}", param=name)
+        name = "truncate_prompt_tokens"
+        if self.truncate_prompt_tokens is not None:
+            num_kept = _integer(name, self.truncate_prompt_tokens)
+            object.__setattr__(self, name, num_kept)
+            _in_range(name, num_kept, low=-1)
+            if num_kept == 0:
+                raise InvalidRequest(f"{name} is 0; at least one token must be left, or -1", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +470,8 @@ class TokenizedRequest:
         max_output_len: Most tokens to generate: `max_tokens` if it was given, else what the context leaves.
         stop_token_ids: Every id that ends the sequence: the request's and, unless ignored, the EOS ids.
         seed: What the sampler uses, 64 bits, drawn if the request gave none.
+        bad_words: The spellings of the request's bad words, each as its tokens.
+        grammar: What the output must follow: the request's `structured`, compiled.
     """
 
     request: Request
@@ -379,6 +481,8 @@ class TokenizedRequest:
     max_output_len: int
     stop_token_ids: frozenset[int]
     seed: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(slots=True)

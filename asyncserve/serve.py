@@ -10,12 +10,16 @@ import errno
 import gc
 import logging
 import os
+import platform
 import signal
 import socket
+import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,13 @@ from asyncserve.checkpoint import Checkpoint, open_checkpoint
 from asyncserve.config import ServerConfig
 from asyncserve.errors import CheckpointError, ConfigError, InvalidRequest
 from asyncserve.http.app import build_app, make_runner
+from asyncserve.http.auth import KeyFile
+from asyncserve.http.connection import HeaderLimits
+from asyncserve.http.cross_origin import CrossOrigin
+from asyncserve.http.file_watch import FileWatch
+from asyncserve.http.tls import Tls, TlsFiles
 from asyncserve.loop.engine import Engine
+from asyncserve.loop.grammar import import_library
 from asyncserve.loop.tokenizer import load_tokenizer
 from asyncserve.metrics.collector import EngineCollector
 from asyncserve.metrics.observer import PrometheusObserver, new_registry, render
@@ -118,6 +128,7 @@ def build_engine(config: ServerConfig, checkpoint: Checkpoint, observer: Observe
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         async_scheduling=config.async_scheduling,
+        grammar_compile_timeout_s=config.grammar_compile_timeout,
         seed=config.seed,
     )
 
@@ -142,6 +153,76 @@ def default_sampling(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, 
     return values
 
 
+def build_http(
+    config: ServerConfig,
+    engine: Engine,
+    checkpoint: Checkpoint,
+    *,
+    api_keys: Sequence[str],
+    api_key_file: KeyFile | None,
+    metrics_renderer: Callable[[], bytes],
+    on_rejected: Callable[[Exception], None],
+) -> web.Application:
+    """Make the HTTP application over an engine, as the options say."""
+    return build_app(
+        engine,
+        model_names=config.served_model_name or (config.model,),
+        default_sampling=default_sampling(config, checkpoint),
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        trusts_request_templates=config.trust_request_chat_template,
+        api_keys=api_keys,
+        api_key_file=api_key_file,
+        cross_origin=CrossOrigin(
+            origins=config.allowed_origins,
+            methods=config.allowed_methods,
+            headers=config.allowed_headers,
+            allows_credentials=config.allow_credentials,
+        ),
+        root_path=config.root_path or "",
+        access_log=not config.disable_access_log,
+        unlogged_paths=[
+            path for paths in config.disable_access_log_for_endpoints for path in paths.split(",")
+        ],
+        server_info=describe(config),
+        max_logprobs=config.max_logprobs,
+        max_body_bytes=config.max_body_bytes,
+        response_store_size=config.response_store_size,
+        response_store_bytes=config.response_store_bytes,
+        health_timeout_s=config.health_timeout,
+        metrics_renderer=metrics_renderer,
+        on_rejected=on_rejected,
+    )
+
+
+def describe(config: ServerConfig) -> dict[str, Any]:
+    """Return the options, without secrets, and the versions of what matters."""
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "aiohttp", "uvloop"):
+        versions[name] = metadata.version(name)
+    options = {option.name: getattr(config, option.name) for option in fields(config) if option.repr}
+    return {"config": options, "versions": versions}
+
+
+def build_tls(config: ServerConfig) -> Tls | None:
+    """Make what the socket needs to speak TLS, if it is to.
+
+    Raises:
+        ConfigError: The files cannot be used.
+    """
+    if config.ssl_certfile is None:
+        return None
+    return Tls(
+        TlsFiles(
+            certfile=config.ssl_certfile,
+            keyfile=config.ssl_keyfile,
+            ca_certs=config.ssl_ca_certs,
+            cert_reqs=2 if config.ssl_cert_reqs is None else config.ssl_cert_reqs,
+            ciphers=config.ssl_ciphers,
+        )
+    )
+
+
 async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
     """Run the server until a signal or a failure ends it.
 
@@ -155,8 +236,12 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     Raises:
         StartupError: The server cannot start.
     """
-    _configure_logging(config.log_level)
+    configure_logging(config.log_level)
     started_s = time.monotonic()
+    tls = await asyncio.to_thread(build_tls, config)
+    key_file = None
+    if config.api_key_file is not None:
+        key_file = await asyncio.to_thread(KeyFile, config.api_key_file)
     checkpoint = await asyncio.to_thread(open_model, config)
     model_names = config.served_model_name or (config.model,)
     registry = new_registry()
@@ -169,30 +254,41 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     }
     registry.register(EngineCollector(engine.statistics, model_names[0], cache_config))
 
-    app = build_app(
+    app = build_http(
+        config,
         engine,
-        model_names=model_names,
-        default_sampling=default_sampling(config, checkpoint),
+        checkpoint,
         api_keys=config.api_key,
-        max_logprobs=config.max_logprobs,
-        max_body_bytes=config.max_body_bytes,
-        health_timeout_s=config.health_timeout,
+        api_key_file=key_file,
         metrics_renderer=lambda: render(registry),
         on_rejected=observer.request_rejected,
     )
-    runner = make_runner(app, shutdown_timeout_s=config.shutdown_timeout)
+    runner = make_runner(
+        app,
+        shutdown_timeout_s=config.shutdown_timeout,
+        limits=HeaderLimits(num_bytes=config.max_header_bytes, count=config.max_header_count),
+    )
     await runner.setup()
-    stop_requests = _StopRequests()
+    watches = []
+    if tls is not None and config.enable_ssl_refresh:
+        watches.append(await asyncio.to_thread(FileWatch, tls.files.paths, tls.refresh))
+    if key_file is not None:
+        watches.append(await asyncio.to_thread(FileWatch, [key_file.path], key_file.reload))
+    watching = [asyncio.create_task(watch.run(), name="file-watch") for watch in watches]
+    stop_requests = StopRequests()
     stop_requests.install()
     try:
-        url = await _listen(runner, config)
+        url = await _listen(runner, config, None if tls is None else tls.context)
+        # While the weights load: with the first structured output it would hold up every stream.
+        importing = asyncio.create_task(asyncio.to_thread(import_library), name="import-grammars")
         starting = asyncio.create_task(engine.start(), name="engine-start")
-        await _first_of(starting, stop_requests.first)
+        await first_of(starting, stop_requests.first)
         if not starting.done():
             logger.warning("stopped while loading")
             # The device thread is inside a load that cannot be interrupted; the process is the unit to end.
             os._exit(EXIT_FAILURE)
         await starting
+        await importing
         # What lives now lives for good: the collector need not look at it again. A full collection over
         # everything loaded costs 20-50 ms, which every running stream would feel.
         gc.collect()
@@ -201,19 +297,21 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         if on_ready is not None:
             on_ready(url)
         stopped = asyncio.create_task(engine.wait_stopped(), name="engine-stopped")
-        await _first_of(stopped, stop_requests.first)
+        await first_of(stopped, stop_requests.first)
         if not stopped.done():
             await _drain(engine, runner, stop_requests, config.shutdown_timeout)
         if engine.failure is not None:
             logger.error("the engine failed: %s", engine.failure, exc_info=engine.failure)
         return EXIT_FAILURE if engine.failure is not None else 0
     finally:
-        await _end(engine, runner, now=stop_requests.second.is_set())
+        for task in watching:
+            task.cancel()
+        await stop_serving(engine, runner, now=stop_requests.second.is_set())
         stop_requests.uninstall()
 
 
 async def _drain(
-    engine: Engine, runner: web.AppRunner, stop_requests: "_StopRequests", timeout_s: float
+    engine: Engine, runner: web.AppRunner, stop_requests: "StopRequests", timeout_s: float
 ) -> None:
     """Let running requests finish and their clients read the answers, until time or a second signal."""
     logger.info("draining: no new requests, running ones have %.0f s", timeout_s)
@@ -221,7 +319,7 @@ async def _drain(
     # The sockets stay open for a while: probes and refused clients get an answer.
     for stage in (partial(engine.drain, timeout_s), runner.cleanup):
         task = asyncio.create_task(stage(), name="draining")
-        await _first_of(task, stop_requests.second, timeout_s=deadline_s - time.monotonic())
+        await first_of(task, stop_requests.second, timeout_s=deadline_s - time.monotonic())
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -230,7 +328,7 @@ async def _drain(
             return
 
 
-async def _end(engine: Engine, runner: web.AppRunner, *, now: bool) -> None:
+async def stop_serving(engine: Engine, runner: web.AppRunner, *, now: bool) -> None:
     """Stop the engine, tell its clients, close every connection; threads that do not end are left behind."""
     try:
         async with asyncio.timeout(LAST_WORDS_S if now else STOP_LIMIT_S):
@@ -250,7 +348,7 @@ async def _end(engine: Engine, runner: web.AppRunner, *, now: bool) -> None:
         os._exit(0)
 
 
-async def _first_of(
+async def first_of(
     task: "asyncio.Task[None]", event: asyncio.Event, *, timeout_s: float | None = None
 ) -> None:
     """Return when the task is done, the event set or the time over; the task goes on."""
@@ -262,28 +360,33 @@ async def _first_of(
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-class _StopRequests:
+class StopRequests:
     """SIGTERM and SIGINT as two events: the first asks for a drain, the second for an end."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.exit_status = 0
+        """What a process that the first signal ended says, as shells write it."""
 
     def install(self) -> None:
+        """Take both signals from now on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._note)
+            loop.add_signal_handler(number, self._note, number)
 
     def uninstall(self) -> None:
+        """Leave the signals to Python again."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
-    def _note(self) -> None:
+    def _note(self, number: int) -> None:
+        self.exit_status = self.exit_status or 128 + number
         (self.second if self.first.is_set() else self.first).set()
 
 
-async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
+async def _listen(runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None) -> str:
     """Open the listening socket and return the base URL.
 
     Raises:
@@ -294,13 +397,13 @@ async def _listen(runner: web.AppRunner, config: ServerConfig) -> str:
             _remove_stale_socket(config.uds)
             await web.UnixSite(runner, config.uds).start()
             return f"unix:{config.uds}"
-        await web.TCPSite(runner, config.host, config.port).start()
+        await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
     except OSError as error:
         place = config.uds or f"{config.host}:{config.port}"
         raise ConfigError(f"cannot listen on {place}: {error.strerror or error}") from error
     host, port = runner.addresses[0][:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{port}"
+    return f"{'http' if tls is None else 'https'}://{shown}:{port}"
 
 
 def _remove_stale_socket(path: str) -> None:
@@ -320,7 +423,8 @@ def _remove_stale_socket(path: str) -> None:
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-def _configure_logging(level: str) -> None:
+def configure_logging(level: str) -> None:
+    """Send messages of at least this severity to stderr."""
     logging.basicConfig(
         level=level.upper(),
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",

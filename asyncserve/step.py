@@ -1,7 +1,7 @@
 """What one GPU step is asked and what it gives: the whole contract between `loop` and `gpu`.
 
-A `StepPlan` holds no tensor and pickles to an equal value, so the device side can be a thread, several
-processes or a fake. Rules that every plan keeps (checked by `tests/contracts/plan_rules.py`):
+A `StepPlan` holds no tensor and, but for a grammar, pickles to an equal value, so the device side can be a
+thread, several processes or a fake. Rules that every plan keeps (checked by `tests/contracts/plan_rules.py`):
 
 * slots in `sequences` are distinct; a slot is admitted before (or in) the first plan that uses it and not
   used after the plan that releases it, until admitted again;
@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from asyncserve.grammar import Grammar
 from asyncserve.kv_spec import KVGroup
 from asyncserve.request import SamplingParams, TokenLogprobs
 
@@ -36,6 +37,9 @@ class SlotAssignment:
         sampling: The request's parameters.
         seed: 64-bit seed of its random numbers.
         stop_token_ids: Tokens that `min_tokens` forbids.
+        bad_words: Token sequences that never stand in the output.
+        grammar: What the output must follow, from its first token on; its stop tokens are among
+            `stop_token_ids`. None leaves it free.
     """
 
     slot: int
@@ -44,6 +48,8 @@ class SlotAssignment:
     sampling: SamplingParams
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
 
 class ScheduledSequence(NamedTuple):
@@ -92,6 +98,9 @@ class StepPlan:
 
 BAD_LOGITS = -1
 """Stands for the token of a row whose logits were not finite: that sequence ends with an error."""
+NO_TOKEN = -2
+"""Stands for the token of a row to which its grammar and its other restrictions leave none: as
+`BAD_LOGITS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +109,8 @@ class StepOutput:
 
     Args:
         step_id: The plan it answers.
-        token_ids: One per sampling sequence, in the plan's order; `BAD_LOGITS` where logits were not finite.
+        token_ids: One per sampling sequence, in the plan's order; where there is none, `BAD_LOGITS` or
+            `NO_TOKEN`.
         logprobs: Slot to the sampled token's log-probabilities, for the slots that asked.
         prompt_logprobs: Slot to one entry per prompt token scored in this step (positions `start + 1`
             to `start + num_tokens`, as far as they are prompt), for the slots that asked.

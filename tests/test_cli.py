@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 from asyncserve.cli import option_help, read_config, to_yaml
-from asyncserve.config import GROUPS, ServerConfig
+from asyncserve.config import GROUPS, BatchConfig, ServerConfig
 from asyncserve.errors import ConfigError
 
 
 def read(*argv: str, environ: Mapping[str, str] | None = None) -> ServerConfig:
-    return read_config(argv, environ or {})
+    return read_config(argv, environ or {}, ServerConfig)
+
+
+def read_batch(*argv: str, environ: Mapping[str, str] | None = None) -> BatchConfig:
+    return read_config(argv, environ or {}, BatchConfig)
 
 
 def refusal(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        read_config(argv, environ or {})
+        read_config(argv, environ or {}, ServerConfig)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -43,6 +47,17 @@ def test_defaults_are_those_of_the_dataclass() -> None:
     assert read("m") == ServerConfig(model="m")
 
 
+NOT_ALONE = {
+    "root_path",
+    "ssl_keyfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
+    "ssl_ciphers",
+    "kv_cache_memory_bytes",
+}
+"""Options that a plain 7 does not do for."""
+
+
 def test_every_option_is_a_flag_with_dashes_or_underscores() -> None:
     for option in dataclasses.fields(ServerConfig):
         kept = getattr(ServerConfig(model="m"), option.name)
@@ -50,7 +65,7 @@ def test_every_option_is_a_flag_with_dashes_or_underscores() -> None:
             negated = read("m", f"--no-{option.name}")
             assert getattr(negated, option.name) is False
             assert negated == read("m", f"--no-{option.name.replace('_', '-')}")
-        elif kept is None and option.name != "kv_cache_memory_bytes":
+        elif kept is None and option.name not in NOT_ALONE:
             for flag in (f"--{option.name}", f"--{option.name.replace('_', '-')}"):
                 assert str(getattr(read("m", flag, "7"), option.name)) == "7"
 
@@ -241,12 +256,52 @@ def test_help_shows_every_option_with_its_text_under_its_heading(capsys: pytest.
         text = " ".join(option_help()[option.name].split())
         assert f"--{option.name.replace('_', '-')}" in shown
         assert text in shown
-    positions = [shown.index(f"{heading}: --") for heading in GROUPS.values()]
+    headings = [GROUPS[option.name] for option in dataclasses.fields(ServerConfig) if option.name in GROUPS]
+    positions = [shown.index(f"{heading}: --") for heading in headings]
     assert positions == sorted(positions)
 
 
 def test_every_heading_stands_at_an_option() -> None:
-    assert set(GROUPS) <= {option.name for option in dataclasses.fields(ServerConfig)}
+    assert set(GROUPS) <= {option.name for option in dataclasses.fields(BatchConfig)}
+
+
+def test_a_batch_has_the_servers_options_and_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    config = read_batch("m", "-i", "in", "-o", "-", "--max-num-seqs", "3", "--max-concurrency", "1k")
+    assert config == BatchConfig(
+        model="m", input_file="in", output_file="-", max_num_seqs=3, max_concurrency=1000
+    )
+    assert (
+        read_batch("--model", "m", "--input-file=in", "--output_file", "-", "--max-num-seqs=3").model == "m"
+    )
+    environ = {"ASYNCSERVE_INPUT_FILE": "in", "ASYNCSERVE_PORT": "1"}
+    assert read_batch("m", "-o", "out", environ=environ).input_file == "in"
+    with pytest.raises(SystemExit):
+        read_batch("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "usage: asyncserve run-batch MODEL -i IN.jsonl -o OUT.jsonl" in shown
+    assert "-i FILE, --input-file FILE" in shown
+    assert all(text.split()[0] in shown for text in option_help(BatchConfig).values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["m", "-i", "in"], ["output_file is missing", "asyncserve run-batch --output-file"]),
+        (["m", "-o", "out"], ["input_file is missing", "ASYNCSERVE_INPUT_FILE"]),
+        (["-i", "in", "-o", "out"], ["model is missing", "asyncserve run-batch MODEL"]),
+        (["m", "in", "-i", "in", "-o", "out"], ["unknown argument in"]),
+        (["m", "-i", "in", "-o", "out", "--max-concurrency", "0"], ["max_concurrency is 0"]),
+        (["m", "-i", "in", "-o", "out", "--port", "-1"], ["port is -1"]),
+    ],
+)
+def test_a_wrong_batch_is_one_line_that_names_the_option(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_batch(*argv)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_an_option_of_batches_is_none_of_the_servers() -> None:
+    assert "--input-file" in refusal(["m", "--input-file", "in"])
 
 
 @pytest.mark.slow

@@ -40,6 +40,16 @@ def test_the_defaults_are_valid() -> None:
         ({"port": 65536}, ["port", "65535"]),
         ({"max_logprobs": -1}, ["max_logprobs"]),
         ({"max_body_bytes": 0}, ["max_body_bytes"]),
+        ({"max_header_bytes": 100}, ["max_header_bytes", "1024"]),
+        ({"max_header_count": 1}, ["max_header_count", "16"]),
+        ({"ssl_cert_reqs": 3}, ["ssl_cert_reqs", "3"]),
+        ({"root_path": "llm"}, ["root_path", "/prefix"]),
+        ({"root_path": "/llm/"}, ["root_path", "/prefix"]),
+        ({"root_path": "/a b"}, ["root_path"]),
+        ({"allowed_origins": ("example.org",)}, ["allowed_origins", "example.org", "scheme"]),
+        ({"allowed_origins": ("https://example.org/",)}, ["allowed_origins", "path"]),
+        ({"allowed_origins": ('["*"]',)}, ["allowed_origins", "spaces"]),
+        ({"allowed_origins": ("https://a.example,https://b.example",)}, ["allowed_origins", "spaces"]),
         ({"shutdown_timeout": -0.1}, ["shutdown_timeout"]),
         ({"shutdown_timeout": float("inf")}, ["shutdown_timeout"]),
         ({"health_timeout": 0.0}, ["health_timeout"]),
@@ -95,4 +105,46 @@ def test_the_limits_themselves_are_allowed() -> None:
         max_logprobs=0,
         shutdown_timeout=0.0,
         num_gpu_blocks_override=2,
+    ).validate()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"allow_credentials": True, "allowed_origins": ("*",)}, ["allow_credentials", "allowed_origins"]),
+        ({"ssl_keyfile": "key"}, ["ssl_keyfile", "ssl_certfile"]),
+        ({"ssl_ca_certs": "ca"}, ["ssl_ca_certs", "ssl_certfile"]),
+        ({"ssl_ciphers": "c"}, ["ssl_ciphers", "ssl_certfile"]),
+        ({"enable_ssl_refresh": True}, ["enable_ssl_refresh", "ssl_certfile"]),
+        ({"ssl_certfile": "cert", "ssl_cert_reqs": 1}, ["ssl_cert_reqs", "ssl_ca_certs"]),
+        ({"ssl_certfile": "cert", "uds": "/tmp/s"}, ["ssl_certfile", "uds"]),
+    ],
+)
+def test_options_of_the_socket_that_do_not_go_together_are_refused(
+    options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig(model="m", **options).validate()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "null", "https://a.example", "http://localhost:3000", "http://[::1]:8080", "tauri://localhost"],
+)
+def test_origins_as_browsers_send_them_are_taken(origin: str) -> None:
+    ServerConfig(model="m", allowed_origins=(origin,)).validate()
+
+
+def test_socket_options_that_go_together_are_taken() -> None:
+    ServerConfig(
+        model="m",
+        allow_credentials=True,
+        allowed_origins=("https://a.example",),
+        ssl_certfile="cert",
+        ssl_keyfile="key",
+        ssl_ca_certs="ca",
+        ssl_cert_reqs=0,
+        enable_ssl_refresh=True,
+        root_path="/llm/v1",
     ).validate()

@@ -104,6 +104,38 @@ def test_parameters_left_out_are_the_models_own(model: Path, tmp_path: Path) -> 
         assert len(set(tokens(llm.generate(["same"] * 4, progress=False)))) == 1
 
 
+def test_allowed_tokens_and_bad_words_hold(llm: LLM) -> None:
+    params = SamplingParams(
+        max_tokens=30, temperature=1.0, seed=1, allowed_token_ids=(67, 68, 69), bad_words=("ab", "c")
+    )
+    (completion,) = llm.generate(["x"], params, progress=False)
+    text = completion.outputs[0].text
+    assert (len(text), set(text)) == (30, {"a", "b"})
+    assert "ab" not in text
+    for impossible in (
+        SamplingParams(allowed_token_ids=(67,), bad_words=("a",)),
+        SamplingParams(allowed_token_ids=(320,)),
+    ):
+        with pytest.raises(InvalidRequest, match="allowed_token_ids"):
+            llm.generate(["x"], impossible, progress=False)
+
+
+def test_a_truncated_prompt_has_the_log_probabilities_of_what_is_left(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, num_prompt_logprobs=2)
+    cut, kept, fitted = (
+        llm.generate([prompt], params, truncate_prompt_tokens=num_kept, progress=False)[0]
+        for prompt, num_kept in (("abcdefgh", 4), ("efgh", None), ("abcdefgh" * 100, -1))
+    )
+    assert cut.prompt_token_ids == kept.prompt_token_ids
+    assert cut.prompt_logprobs == kept.prompt_logprobs
+    assert cut.prompt_logprobs is not None
+    assert len(cut.prompt_logprobs) == 3
+    assert cut.outputs == kept.outputs
+    assert len(fitted.prompt_token_ids) == 256 - 3
+    (chat,) = llm.chat([{"role": "user", "content": "hi"}], params, truncate_prompt_tokens=2, progress=False)
+    assert len(chat.prompt_token_ids) == 2
+
+
 def test_options_of_the_server_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="api_key, port"):
         LLM(str(model), port=1, api_key=("x",))

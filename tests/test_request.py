@@ -7,9 +7,17 @@ import pytest
 from asyncserve.errors import InvalidRequest
 from asyncserve.request import (
     DEFAULT_MAX_TOKENS,
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_STRUCTURE_CHARACTERS,
     FinishReason,
+    Request,
     RequestOutput,
     SamplingParams,
+    StructuredOutput,
+    StructureKind,
+    TextPrompt,
     TokenLogprobs,
     Usage,
     merge_all,
@@ -104,6 +112,21 @@ def test_a_field_that_measures_takes_nothing_but_numbers(name: str, value: Any) 
         ("logit_bias", {"5": 1}),
         ("logit_bias", {5: "1"}),
         ("logit_bias", [(5, 1)]),
+        ("allowed_token_ids", [5.5]),
+        ("allowed_token_ids", [5, True]),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", "57"),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [5, -1]),
+        ("allowed_token_ids", [5, 2**64]),
+        ("allowed_token_ids", [5] * (MAX_ALLOWED_TOKENS + 1)),
+        ("bad_words", "word"),
+        ("bad_words", [5]),
+        ("bad_words", ["a", ""]),
+        ("bad_words", ["a"] * (MAX_BAD_WORDS + 1)),
+        ("bad_words", ["a" * (MAX_BAD_WORD_CHARACTERS + 1)]),
+        ("structured", "json"),
+        ("structured", {"type": "json_object"}),
     ],
 )
 def test_a_field_that_holds_several_values_names_itself_when_one_is_of_a_wrong_type(
@@ -174,3 +197,50 @@ def test_outputs_of_a_choice_merge_into_one_with_the_end_of_the_last() -> None:
 
 def test_usage_of_choices_counts_the_prompt_once_and_its_cache_as_the_choice_that_found_fewest() -> None:
     assert total_usage([Usage(10, 3, 8), Usage(10, 4, 0)]) == Usage(10, 7, 0)
+
+
+def test_lists_of_tokens_and_words_become_tuples_of_pythons_own_values() -> None:
+    sampling = SamplingParams(allowed_token_ids=np.array([3, 5]), bad_words=["a", "b c"])  # type: ignore[arg-type]
+    assert sampling.allowed_token_ids == (3, 5)
+    assert {type(token_id) for token_id in sampling.allowed_token_ids} == {int}
+    assert sampling.bad_words == ("a", "b c")
+    assert SamplingParams().allowed_token_ids is None
+
+
+def test_shapes_are_equal_by_what_they_say_and_not_by_the_field_they_came_from() -> None:
+    first = StructuredOutput(kind=StructureKind.REGEX, source="a", param="guided_regex")
+    assert first == StructuredOutput(kind=StructureKind.REGEX, source="a")
+    assert len({first, StructuredOutput(kind=StructureKind.GRAMMAR, source="a")}) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "regex", "source": "a"},
+        {"kind": StructureKind.JSON_SCHEMA, "source": {}},
+        {"kind": StructureKind.REGEX},
+        {"kind": StructureKind.REGEX, "source": "a" * (MAX_STRUCTURE_CHARACTERS + 1)},
+    ],
+)
+def test_a_shape_without_a_description_or_with_an_endless_one_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        StructuredOutput(**fields, param="structured_outputs")
+    assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("value", [0, -2, -(2**70), 2**70, 1.0, True, "5"])
+def test_a_prompt_can_be_truncated_to_one_token_or_more_or_to_what_fits(value: Any) -> None:
+    def request(num_kept: Any) -> Request:
+        return Request(
+            request_id="r",
+            prompt=TextPrompt(text="a"),
+            sampling=SamplingParams(),
+            arrival_s=0.0,
+            truncate_prompt_tokens=num_kept,
+        )
+
+    for good in (1, 10_000, -1, None):
+        assert request(good).truncate_prompt_tokens == good
+    with pytest.raises(InvalidRequest) as caught:
+        request(value)
+    assert caught.value.param == "truncate_prompt_tokens"

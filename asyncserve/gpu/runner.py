@@ -115,6 +115,7 @@ class ModelRunner:
         hidden = self._model.forward(batch, StepAttention(self._attention, batch, self._kv_cache, planned))
         prompt_logprobs = self._score_prompts(plan, batch, hidden) if self._slots.num_prompt_logprobs else {}
         sources: list[torch.Tensor] = []
+        slots: list[int] = []
         logprobs = None
         if batch.sample_tokens.shape[0]:
             rows = [
@@ -124,13 +125,15 @@ class ModelRunner:
             ]
             slots = [slot for slot, _ in rows]
             logits = self._model.logits(hidden.index_select(0, batch.sample_tokens))
-            sampled = self._sampler.sample(logits, slots, [position for _, position in rows])
+            sampled = self._sampler.sample(logits, slots, [position for _, position in rows], self._slots)
             self._slots.write(write_back, sampled.token_ids)
             self._sampler.record(slots, sampled.token_ids)
             sources.append(sampled.token_ids)
             logprobs = sampled.logprobs
         end = self.device.record_event()
         copies, copied = self.device.copy_out(sources)
+        if copies:
+            self._sampler.expect(slots, copies[0], copied)
         launched_s = time.perf_counter() if self.device.is_async else prepared_s
         last_end, self._last_end = self._last_end, end
 

@@ -1,43 +1,27 @@
 """POST /v1/chat/completions: messages in, the assistant's message out, whole or in deltas.
 
-Takes a `ChatBody`, makes one engine request with a `ChatPrompt`, and shows its output in OpenAI's shape.
-A stream has, for each choice: a delta with the role, deltas with content, a delta with the finish reason;
-then the usage if asked for, then `[DONE]`.
+Takes a `ChatBody`, makes one engine request of it (`conversation`), and shows its output in OpenAI's shape.
+A stream has, for each choice: a delta with the role, deltas with reasoning, content and tool calls, a delta
+with the finish reason; then the usage if asked for, then `[DONE]`. What a text means is decided in one place,
+`ChatShapes._news`, whether it is streamed or not, so the two cannot differ.
 """
 
-import asyncio
-from collections.abc import Mapping
+import uuid
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
-from asyncserve.errors import InvalidRequest, RequestError
 from asyncserve.http.body import read_body
-from asyncserve.http.generation import Shapes, engine_requests, includes_usage, respond, usage_object
-from asyncserve.http.logprobs import TokenTexts, chat_content
-from asyncserve.http.schema import (
-    ChatBody,
-    Message,
-    TokenizeBody,
-    check_common,
-    check_num_logprobs,
-    sampling_params,
-)
-from asyncserve.http.serving import SERVING, Serving, request_id_of
-from asyncserve.loop.chat_template import joined_text
-from asyncserve.request import ChatPrompt, RequestOutput, SamplingParams, Usage
-
-LARGE_BODY_BYTES = 64 * 1024
-"""Conversations in bodies above this are put together in a thread: their parts may be many thousands."""
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-"""Role as clients spell it to role as chat templates know it."""
+from asyncserve.http.conversation import ChatCall, chat_call, limit_named_as_asked
+from asyncserve.http.generation import Shapes, includes_usage, respond, usage_object
+from asyncserve.http.logprobs import TokenTexts, chat_content, prompt_scores
+from asyncserve.http.parsers.interface import MessageDelta, ParsedMessage, ToolCallDelta
+from asyncserve.http.reasoning_tokens import ReasoningCount
+from asyncserve.http.schema import ChatBody
+from asyncserve.http.serving import SERVING, request_id_of
+from asyncserve.request import RequestOutput, Usage
 
 
 async def chat(http_request: web.Request) -> web.StreamResponse:
@@ -47,196 +31,230 @@ async def chat(http_request: web.Request) -> web.StreamResponse:
     data = await read_body(http_request, timeout_s=serving.body_timeout_s)
     with serving.refusals_counted():
         body = serving.bodies.decode(data, ChatBody)
-        model = serving.model_name(body.model)
-        check_common(body)
-        if body.add_special_tokens:
-            raise InvalidRequest(
-                "add_special_tokens is not supported for chat: the template says which tokens a prompt has",
-                param="add_special_tokens",
-            )
-        sampling = _sampling(body, serving)
-        prompt = await chat_prompt(body, len(data))
-    request_id = request_id_of(http_request, body.request_id)
-    response_id = f"chatcmpl-{request_id}"
-    shapes = ChatShapes(
-        response_id=response_id,
-        model=model,
-        texts=serving.token_texts,
-        gives_logprobs=sampling.num_logprobs is not None,
-        includes_usage=includes_usage(body),
-    )
-    requests = engine_requests(
-        serving, body, [prompt], sampling, response_id=response_id, arrival_s=arrival_s
-    )
-    try:
-        return await respond(http_request, serving, body, requests, shapes, request_id=request_id)
-    except RequestError as error:
-        _name_as_asked(error, body)
-        raise
-
-
-def _sampling(body: ChatBody, serving: Serving) -> SamplingParams:
-    if body.top_logprobs is not None:
-        if body.top_logprobs and not body.logprobs:
-            raise InvalidRequest("top_logprobs is given; then logprobs must be true", param="top_logprobs")
-        check_num_logprobs(body.top_logprobs, serving.max_logprobs, param="top_logprobs")
-    try:
-        return sampling_params(
+        request_id = request_id_of(http_request, body.request_id)
+        response_id = f"chatcmpl-{request_id}"
+        call = await chat_call(
+            serving, body, num_bytes=len(data), response_id=response_id, arrival_s=arrival_s
+        )
+    shapes = ChatShapes(call, response_id=response_id, texts=serving.token_texts)
+    with limit_named_as_asked(body):
+        return await respond(
+            http_request,
+            serving,
             body,
-            serving.default_sampling,
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            [call.request],
+            shapes,
+            request_id=request_id,
+            on_begun=shapes.prepare if body.return_token_ids else None,
         )
-    except RequestError as error:
-        _name_as_asked(error, body)
-        raise
-
-
-def _name_as_asked(error: RequestError, body: ChatBody) -> None:
-    """Name the output limit in an error as the client did."""
-    if error.param == "max_tokens" and body.max_completion_tokens is not None:
-        error.message = error.message.replace("max_tokens", "max_completion_tokens")
-        error.args = (error.message,)
-        error.param = "max_completion_tokens"
-
-
-async def chat_prompt(body: ChatBody | TokenizeBody, num_bytes: int) -> ChatPrompt:
-    """Return the prompt that a conversation's fields describe.
-
-    Args:
-        num_bytes: Length of the body it came in.
-
-    Raises:
-        InvalidRequest: There are no messages, or one of them cannot be shown to the model.
-    """
-    if num_bytes <= LARGE_BODY_BYTES:
-        return _chat_prompt(body)
-    return await asyncio.to_thread(_chat_prompt, body)
-
-
-def _chat_prompt(body: ChatBody | TokenizeBody) -> ChatPrompt:
-    if not body.messages:
-        raise InvalidRequest("messages is missing or empty", param="messages")
-    continues = bool(body.continue_final_message)
-    if continues and body.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other",
-            param="continue_final_message",
-        )
-    template_kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    return ChatPrompt(
-        messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
-        add_generation_prompt=not continues
-        if body.add_generation_prompt is None
-        else body.add_generation_prompt,
-        continue_final_message=continues,
-        template_kwargs=template_kwargs,
-    )
-
-
-def _message(index: int, message: Message) -> Mapping[str, Any]:
-    where = f"messages[{index}]"
-    role = ROLES.get(message.role)
-    if role is None:
-        raise InvalidRequest(
-            f"{where}.role is {message.role[:64]!r}; roles are {', '.join(ROLES)}", param=f"{where}.role"
-        )
-    if message.content is None and not (role == "assistant" and message.tool_calls):
-        raise InvalidRequest(f"{where} has no content", param=f"{where}.content")
-    shown: dict[str, Any] = {"role": role, "content": joined_text(message.content or "", f"{where}.content")}
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        shown["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        shown["tool_calls"] = [_tool_call(f"{where}.tool_calls", call) for call in message.tool_calls]
-    return shown
-
-
-def _tool_call(where: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an earlier tool call as templates expect it: its arguments an object, not JSON text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{where}: the arguments of a call are not valid JSON", param=where) from error
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class ChatShapes(Shapes):
-    """What answers of /v1/chat/completions look like."""
+    """What answers of /v1/chat/completions look like.
+
+    Args:
+        call: What is answered.
+        texts: Of tokens, for log-probabilities.
+    """
 
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(
-        self, *, response_id: str, model: str, texts: TokenTexts, gives_logprobs: bool, includes_usage: bool
-    ) -> None:
+    def __init__(self, call: ChatCall, *, response_id: str, texts: TokenTexts) -> None:
         super().__init__(
-            response_id=response_id, model=model, includes_usage=includes_usage, gives_logprobs=gives_logprobs
+            response_id=response_id,
+            model=call.model,
+            includes_usage=includes_usage(call.body),
+            gives_logprobs=call.sampling.num_logprobs is not None,
         )
+        self._call = call
         self._texts = texts
+        self._names_ids = bool(call.body.return_tokens_as_token_ids)
+        self._gives_ids = bool(call.body.return_token_ids)
+        self._prompt_token_ids: Sequence[int] = ()
+        self._parsers = [call.parser() for _ in range(call.sampling.n)]
+        self._calls_tools = [False] * call.sampling.n
+        self._reasoning_counts: list[ReasoningCount] = []
+        if call.reasoning_ids is not None:
+            self._reasoning_counts = [
+                ReasoningCount(
+                    call.reasoning_ids,
+                    is_open=call.starts_in_reasoning,
+                    is_space=lambda token_id: texts[token_id][0].isspace(),
+                )
+                for _ in range(call.sampling.n)
+            ]
 
-    def whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """Return one choice of an answer in one piece."""
+    async def prepare(self, tokenized: Sequence["array[int]"]) -> None:
+        """Take note of the tokenized prompt, before anything is shown."""
+        [token_ids] = tokenized
+        self._prompt_token_ids = token_ids.tolist()
+
+    def _news(self, index: int, output: RequestOutput) -> Iterator[MessageDelta]:
+        """Give what an output adds to its choice's message; note what its end and the usage need of it."""
+        if self._reasoning_counts:
+            self._reasoning_counts[index].take(output.token_ids)
+        parser = self._parsers[index]
+        if parser is None:
+            yield MessageDelta(content=output.text)
+            return
+        deltas = [parser.feed(output.text)] if output.text else []
+        if output.finish_reason is not None:
+            deltas.append(parser.finish())
+        for delta in deltas:
+            if delta.tool_calls:
+                self._calls_tools[index] = True
+            if delta:
+                yield delta
+
+    def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """Return the token counts of the call so far, those of reasoning with them if they are exact."""
+        return self._usage(usages, self._reasoning_counts)
+
+    def _usage(self, usages: Sequence[Usage], counts: Sequence[ReasoningCount]) -> dict[str, Any]:
+        shown = usage_object(usages)
+        if counts:
+            num_tokens = sum(count.num_tokens for count in counts)
+            shown["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return shown
+
+    def _finish(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """Return why a choice ended; nothing if it has not."""
+        reason = output.finish_reason
         return {
-            "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": self._logprobs(output),
-            "finish_reason": None if output.finish_reason is None else output.finish_reason.value,
+            "finish_reason": None
+            if reason is None
+            else self._call.finish_reason(reason, calls_tools=self._calls_tools[index]),
             "stop_reason": output.stop_reason,
         }
 
-    def frame(self, index: int) -> tuple[bytes, bytes]:
+    def whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """Return one choice of an answer in one piece."""
+        parsed = ParsedMessage(content=self._call.echoed)
+        for delta in self._news(index, output):
+            parsed.add(delta)
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning:
+            message |= _reasoning(parsed.reasoning)
+        if parsed.tool_calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [
+                {
+                    "id": new_call_id(),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in parsed.tool_calls
+            ]
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(output),
+            **self._finish(index, output),
+        }
+        if self._gives_ids:
+            choice["token_ids"] = list(output.token_ids)
+        return choice
+
+    def whole_extras(self, outputs: Sequence[RequestOutput]) -> Mapping[str, Any]:
+        """Return what is told of the prompt."""
+        extras: dict[str, Any] = {}
+        if self._gives_ids:
+            extras["prompt_token_ids"] = self._prompt_token_ids
+        num_top = self._call.sampling.num_prompt_logprobs
+        if num_top is not None:
+            # One choice's will do: the prompt is the same.
+            extras["prompt_logprobs"] = prompt_scores(outputs[0].prompt_logprobs or (), self._texts, num_top)
+        return extras
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
         """Return what stands around the text of an event with nothing but text."""
-        before, separator, after = self._delta(index, {"content": ""}).rpartition(b'"content":"')
+        if self._gives_ids or self._parsers[index] is not None:
+            return None
+        before, separator, after = self._event(index, {"content": ""}).rpartition(b'"content":"')
         return before + separator, after
 
     def events(
         self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | None
     ) -> list[bytes]:
-        """Render any output of a choice: its role, its content, its end, as far as they are new."""
+        """Render any output of a choice: its role, what is new in its message, its end."""
         events = []
-        counts = None if usage is None else usage_object([usage])
         if is_first:
             none_yet = None if usage is None else usage_object([_before_output(usage)])
-            events.append(self._delta(index, {"role": "assistant", "content": ""}, usage=none_yet))
-        logprobs = self._logprobs(output) if output.logprobs else None
-        if output.text or logprobs is not None:
-            events.append(self._delta(index, {"content": output.text}, logprobs=logprobs, usage=counts))
+            role = {"role": "assistant", "content": self._call.echoed}
+            prompt = {"prompt_token_ids": self._prompt_token_ids} if self._gives_ids else {}
+            events.append(self._event(index, role, usage=none_yet, beside=prompt))
+        pieces = [piece for delta in self._news(index, output) for piece in _pieces(delta)]
+        counts = None if usage is None else self._usage([usage], self._reasoning_counts[index : index + 1])
+        extras: dict[str, Any] = {}
+        if output.logprobs:
+            extras["logprobs"] = self._logprobs(output)
+        if self._gives_ids and output.token_ids:
+            extras["token_ids"] = list(output.token_ids)
+        if extras and not pieces:
+            pieces.append({} if self._parsers[index] is not None else {"content": ""})
+        for piece in pieces:
+            events.append(self._event(index, piece, usage=counts, choice=extras))
+            extras = {}
         if output.finish_reason is not None:
-            finish = {"finish_reason": output.finish_reason.value, "stop_reason": output.stop_reason}
-            events.append(self._delta(index, {}, usage=counts, finish=finish))
+            events.append(self._event(index, {}, usage=counts, choice=self._finish(index, output)))
         return events
 
     def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
         if not self.gives_logprobs:
             return None
-        return {"content": chat_content(output.logprobs or (), self._texts), "refusal": None}
+        content = chat_content(output.logprobs or (), self._texts, names_ids=self._names_ids)
+        return {"content": content, "refusal": None}
 
-    def _delta(
+    def _event(
         self,
         index: int,
-        delta: Mapping[str, str],
+        delta: Mapping[str, Any],
         *,
-        logprobs: Mapping[str, Any] | None = None,
         usage: Mapping[str, Any] | None = None,
-        finish: Mapping[str, Any] | None = None,
+        choice: Mapping[str, Any] | None = None,
+        beside: Mapping[str, Any] | None = None,
     ) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": None,
-            **(finish or {}),
+        """Render one event with one choice.
+
+        Args:
+            delta: What is new in its message.
+            usage: Counts so far.
+            choice: What else is new of the choice.
+            beside: What stands beside the choices.
+        """
+        plain = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.chunk([plain | dict(choice or {})], usage, beside)
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call, which its result will name."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    # OpenAI has no field for it; clients know one of these two.
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _pieces(delta: MessageDelta) -> Iterator[dict[str, Any]]:
+    """Give a delta as OpenAI's clients expect it: one thing at a time, a call's head before its arguments."""
+    if delta.reasoning:
+        yield _reasoning(delta.reasoning)
+    if delta.content:
+        yield {"content": delta.content}
+    for call in delta.tool_calls:
+        yield from _call_pieces(call)
+
+
+def _call_pieces(call: ToolCallDelta) -> Iterator[dict[str, Any]]:
+    if call.name is not None:
+        head = {"name": call.name, "arguments": ""}
+        yield {
+            "tool_calls": [{"index": call.index, "id": new_call_id(), "type": "function", "function": head}]
         }
-        return self.chunk([choice], usage)
+    if call.arguments:
+        yield {"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]}
 
 
 def _before_output(usage: Usage) -> Usage:

@@ -10,10 +10,14 @@ to show would let requests of clients that are gone run on.
 import asyncio
 import logging
 import socket
+from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, LineTooLong
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.http_writer import HttpVersion11
+from yarl import URL
 
 from asyncserve.http.body import unsupported_encoding
 from asyncserve.http.failures import response_to
@@ -28,6 +32,28 @@ WRITE_LOW_BYTES = 16 * 1024
 """A connection that was behind is written to again when at most this is unsent."""
 KEEPALIVE_TIMEOUT_S = 75.0
 """How long an idle connection stays open; above the 60 s of common proxies, so that they close first."""
+TOO_MANY_HEADERS = "Too many headers received"
+"""What aiohttp's parser says of them; it has no class of its own for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderLimits:
+    """How much may stand before a request's body.
+
+    Args:
+        num_bytes: Of the request line, and of all headers together.
+        count: Of headers.
+    """
+
+    num_bytes: int = 32 * 1024
+    count: int = 128
+
+    def refusal(self) -> web.HTTPException:
+        """Return the error for a request that has more."""
+        return web.HTTPRequestHeaderFieldsTooLarge(
+            text=f"the request line or the headers are too large: at most {self.num_bytes} bytes and"
+            f" {self.count} headers are taken"
+        )
 
 
 class Connection(web.RequestHandler):
@@ -57,6 +83,11 @@ class Connection(web.RequestHandler):
             raise ConnectionError("the response had begun when the error came")
         if isinstance(exc, ContentEncodingError):
             response = response_to(unsupported_encoding())
+        elif isinstance(exc, LineTooLong) or (
+            isinstance(exc, BadHttpMessage) and exc.message == TOO_MANY_HEADERS
+        ):
+            limits = HeaderLimits(num_bytes=self.max_field_size, count=self.max_headers)
+            response = response_to(limits.refusal())
         elif status < 500:
             logger.debug("bad HTTP from %s", request.remote, exc_info=exc)
             text = f"this is not valid HTTP: {message or exc}".splitlines()[0]
@@ -77,24 +108,68 @@ class Connection(web.RequestHandler):
 class _Server(web.Server):
     """Makes a `Connection` for each client, as an aiohttp server makes its own."""
 
-    def __init__(self, inner: web.Server, **settings: Any) -> None:
+    def __init__(self, inner: web.Server, *, limits: HeaderLimits, root_path: str, **settings: Any) -> None:
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
             try:
+                if sum(len(name) + len(value) for name, value in request.raw_headers) > limits.num_bytes:
+                    raise limits.refusal()
                 return await inner.request_handler(request)
             except web.HTTPException as error:
                 # Raised before the middlewares run, e.g. for an Expect header nobody can meet.
-                return response_to(error)
+                return response_to(error, request)
 
-        super().__init__(answer, request_factory=inner.request_factory, handler_cancellation=True)
-        self._settings = settings
+        def make_request(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
+            if message.version > HttpVersion11:
+                # A request that says HTTP/2.0 in HTTP/1's syntax; its answer would begin with the same.
+                message = message._replace(version=HttpVersion11, should_close=True)
+            return inner.request_factory(_without_prefix(message, root_path) if root_path else message, *rest)
+
+        super().__init__(answer, request_factory=make_request, handler_cancellation=True)
+        self._settings = {
+            "max_line_size": limits.num_bytes,
+            "max_field_size": limits.num_bytes,
+            "max_headers": limits.count,
+            **settings,
+        }
 
     def __call__(self) -> Connection:
         return Connection(self, loop=asyncio.get_running_loop(), **self._settings)
 
 
 class Runner(web.AppRunner):
-    """Serves an application over `Connection`s; used like any aiohttp runner."""
+    """Serves an application over `Connection`s; used like any aiohttp runner.
+
+    Args:
+        app: The application.
+        limits: Of what stands before a request's body.
+        root_path: Prefix that is taken off paths which have it.
+        settings: Of any aiohttp runner.
+    """
+
+    def __init__(
+        self, app: web.Application, *, limits: HeaderLimits, root_path: str, **settings: Any
+    ) -> None:
+        super().__init__(app, **settings)
+        self._limits = limits
+        self._root_path = root_path
 
     async def _make_server(self) -> web.Server:
         inner = await super()._make_server()
-        return _Server(inner, access_log=None, keepalive_timeout=KEEPALIVE_TIMEOUT_S)
+        return _Server(
+            inner,
+            limits=self._limits,
+            root_path=self._root_path,
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+        )
+
+
+def _without_prefix(message: RawRequestMessage, prefix: str) -> RawRequestMessage:
+    """Return the message as it would be without the proxy's prefix in its path."""
+    path = message.path
+    if not path.startswith(prefix) or path[len(prefix) : len(prefix) + 1] not in ("", "/", "?"):
+        return message
+    rest = path[len(prefix) :]
+    rest = rest if rest.startswith("/") else f"/{rest}"
+    bare, _, query = rest.partition("#")[0].partition("?")
+    return message._replace(path=rest, url=URL.build(path=bare, query_string=query, encoded=True))

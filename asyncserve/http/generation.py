@@ -17,11 +17,12 @@ from typing import Any, ClassVar
 import orjson
 from aiohttp import web
 
+from asyncserve import __version__
 from asyncserve.errors import EngineError
 from asyncserve.http.failures import failure_of
 from asyncserve.http.schema import GenerationBody
 from asyncserve.http.serving import REQUEST_ID_HEADER, Serving
-from asyncserve.http.sse import EventStream, StreamEnd
+from asyncserve.http.sse import ChunkRenderer, EventStream, StreamEnd, data_event
 from asyncserve.request import (
     FinishReason,
     OutputSink,
@@ -40,6 +41,8 @@ EVENT_STREAM_HEADERS = {
     "X-Accel-Buffering": "no",  # nginx would hold events back
 }
 
+DONE = data_event(b"[DONE]")
+"""The event that ends a complete stream."""
 
 OnBegun = Callable[[Sequence["array[int]"]], Awaitable[None]]
 """Awaited with a call's tokenized prompts before anything of its answer is written."""
@@ -64,19 +67,32 @@ class Shapes(ABC):
         self.includes_usage = includes_usage
         self.gives_logprobs = gives_logprobs
         self._id = response_id
-        self._facts = {"created": int(time.time()), "model": model}
+        self._facts = {
+            "created": int(time.time()),
+            "model": model,
+            # With equal seeds, answers are equal only from equal software.
+            "system_fingerprint": f"asyncserve-{__version__}",
+        }
 
     def answer(self, outputs: Sequence[RequestOutput], usages: Sequence[Usage]) -> bytes:
         """Return the whole answer, from one output per choice and one usage per prompt."""
         choices = [self.whole_choice(index, output) for index, output in enumerate(outputs)]
-        return self._body(self.WHOLE, choices, {"usage": usage_object(usages)})
+        return self._body(self.WHOLE, choices, {"usage": self.usage(usages), **self.whole_extras(outputs)})
+
+    def whole_extras(self, outputs: Sequence[RequestOutput]) -> Mapping[str, Any]:
+        """Return what stands beside the choices of an answer in one piece."""
+        return {}
+
+    def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """Return the token counts of the call so far."""
+        return usage_object(usages)
 
     @abstractmethod
     def whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """Return one choice of an answer in one piece."""
 
     @abstractmethod
-    def frame(self, index: int) -> tuple[bytes, bytes]:
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
         """See `ChunkRenderer`."""
 
     @abstractmethod
@@ -85,19 +101,29 @@ class Shapes(ABC):
     ) -> list[bytes]:
         """See `ChunkRenderer`."""
 
-    def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, Any] | None = None) -> bytes:
-        """Render one event."""
-        return self._body(self.CHUNK, choices, {"usage": usage} if self.includes_usage else {})
+    def chunk(
+        self,
+        choices: Sequence[Mapping[str, Any]],
+        usage: Mapping[str, Any] | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Render one event.
+
+        Args:
+            extras: What stands beside the choices.
+        """
+        more = {"usage": usage, **(extras or {})} if self.includes_usage else extras or {}
+        return data_event(self._body(self.CHUNK, choices, more))
 
     def last_events(self, usages: Sequence[Usage]) -> list[bytes]:
         """Render the usage, if asked for, and the end mark."""
         if not self.includes_usage:
-            return [b"[DONE]"]
-        return [self.chunk([], usage_object(usages)), b"[DONE]"]
+            return [DONE]
+        return [self.chunk([], self.usage(usages)), DONE]
 
     def error(self, error: BaseException) -> bytes:
         """Render the event that ends a stream in failure."""
-        return orjson.dumps(failure_of(error).as_object())
+        return data_event(orjson.dumps(failure_of(error).as_object()))
 
     def _body(self, kind: str, choices: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> bytes:
         return orjson.dumps({"id": self._id, "object": kind, **self._facts, "choices": choices, **more})
@@ -112,7 +138,11 @@ def engine_requests(
     response_id: str,
     arrival_s: float,
 ) -> list[Request]:
-    """Return one request per prompt, under ids the engine has not seen."""
+    """Return one request per prompt, under ids the engine has not seen.
+
+    Raises:
+        InvalidRequest: `truncate_prompt_tokens` is out of range.
+    """
     return [
         Request(
             request_id=serving.engine_id(response_id),
@@ -121,6 +151,7 @@ def engine_requests(
             arrival_s=arrival_s,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
         for prompt in prompts
     ]
@@ -168,7 +199,7 @@ async def respond(
         await on_begun([each.prompt_token_ids for each in collected])
     outputs = [output for each in collected for output in each.outputs]
     usages = [each.usage for each in collected]
-    if shapes.gives_logprobs:
+    if shapes.gives_logprobs or any(output.prompt_logprobs for output in outputs):
         # Thousands of tokens with twenty rivals each take a while to write down.
         answer = await asyncio.to_thread(shapes.answer, outputs, usages)
     else:
@@ -271,7 +302,7 @@ async def stream(
     http_request: web.Request,
     serving: Serving,
     requests: Sequence[Request],
-    shapes: Shapes,
+    shapes: ChunkRenderer,
     *,
     request_id: str,
     wants_usage: bool = False,
@@ -307,9 +338,7 @@ async def stream(
             await on_begun([sink.prompt_token_ids for sink in sinks])
         if events.failure is not None:
             raise events.failure
-        response = web.StreamResponse(headers={**EVENT_STREAM_HEADERS, REQUEST_ID_HEADER: request_id})
-        if http_request.version < (1, 1):
-            response.force_close()  # without chunks, only the connection's end shows where the stream ends
+        response = event_stream(http_request, request_id)
         await response.prepare(http_request)
         transport = http_request.transport
         if transport is None:
@@ -322,6 +351,14 @@ async def stream(
         events.close()
         for request in requests:
             serving.engine.abort(request.request_id)
+
+
+def event_stream(http_request: web.Request, request_id: str) -> web.StreamResponse:
+    """Return a response whose body is events, not yet prepared."""
+    response = web.StreamResponse(headers={**EVENT_STREAM_HEADERS, REQUEST_ID_HEADER: request_id})
+    if http_request.version < (1, 1):
+        response.force_close()  # without chunks, only the connection's end shows where the stream ends
+    return response
 
 
 def _submit_all(serving: Serving, requests: Sequence[Request], sinks: Sequence[OutputSink]) -> None:

@@ -42,19 +42,57 @@ def as_number(logprob: float) -> float:
     return max(LOWEST, logprob)
 
 
-def chat_content(entries: Sequence[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return the `logprobs.content` entries of chat, one per token."""
+def name_of_id(token_id: int) -> str:
+    """Return what a token is called where tokens are named by their ids."""
+    return f"token_id:{token_id}"
+
+
+def chat_content(
+    entries: Sequence[TokenLogprobs], texts: TokenTexts, *, names_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Return the `logprobs.content` entries of chat, one per token.
+
+    Args:
+        names_ids: Tokens are named by their ids instead of their texts.
+    """
     content = []
     for entry in entries:
-        text, data = texts[entry.token_id]
-        top = []
-        for token_id, logprob in entry.top:
-            top_text, top_data = texts[token_id]
-            top.append({"token": top_text, "logprob": as_number(logprob), "bytes": top_data})
-        content.append(
-            {"token": text, "logprob": as_number(entry.logprob), "bytes": data, "top_logprobs": top}
-        )
+        shown = []
+        for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
+            text, data = texts[token_id]
+            name = name_of_id(token_id) if names_ids else text
+            shown.append({"token": name, "logprob": as_number(logprob), "bytes": data})
+        content.append({**shown[0], "top_logprobs": shown[1:]})
     return content
+
+
+def prompt_scores(
+    entries: Sequence[TokenLogprobs], texts: TokenTexts, num_top: int | None = None
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Return `prompt_logprobs`, in vLLM's shape: null for the first token, then an object per prompt token.
+
+    An object has token ids as its names: the prompt's token and then the likeliest ones.
+
+    Args:
+        entries: Of the prompt's tokens from the second on.
+        num_top: How many likeliest tokens to show, as `entries` may have more; None shows all.
+    """
+    shown: list[dict[str, dict[str, Any]] | None] = [None]
+    for entry in entries:
+        scores = {entry.token_id: (entry.logprob, entry.rank)}
+        for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1):
+            scores.setdefault(token_id, (logprob, rank))
+        shown.append(
+            {
+                str(token_id): {
+                    "logprob": as_number(logprob),
+                    "rank": rank,
+                    "decoded_token": texts[token_id][0],
+                }
+                for token_id, (logprob, rank) in scores.items()
+            }
+        )
+    return shown
 
 
 class CompletionLogprobs:
@@ -67,12 +105,23 @@ class CompletionLogprobs:
         skips_special: Whether special tokens are left out of the text.
         strips_prompt: Whether an echoed prompt has lost the space that SentencePiece puts at its beginning.
         strips_output: Whether the output has.
+        names_ids: Tokens are named by their ids instead of their texts.
+        num_top: How many likeliest tokens to show, as entries may have more; None shows all.
     """
 
     def __init__(
-        self, texts: TokenTexts, *, skips_special: bool, strips_prompt: bool, strips_output: bool
+        self,
+        texts: TokenTexts,
+        *,
+        skips_special: bool,
+        strips_prompt: bool,
+        strips_output: bool,
+        num_top: int | None = None,
+        names_ids: bool = False,
     ) -> None:
         self._texts = texts
+        self._num_top = num_top
+        self._names_ids = names_ids
         self._skips_special = skips_special
         self._strips_prompt = strips_prompt
         self._strips_output = strips_output
@@ -98,7 +147,8 @@ class CompletionLogprobs:
             elif text.startswith(" ") and (self._strips_prompt or not echoed.startswith(" ", self._offset)):
                 data = data[1:]
                 self._strips_prompt = False
-            self._add(lists, text, bytes(data), entries[index - 1] if 0 < index <= len(entries) else None)
+            entry = entries[index - 1] if 0 < index <= len(entries) else None
+            self._add(lists, token_id, bytes(data), entry)
         return lists
 
     def output(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
@@ -111,11 +161,17 @@ class CompletionLogprobs:
             if self._strips_output and data:
                 self._strips_output = False
                 data = data[1:] if text.startswith(" ") else data
-            self._add(lists, text, bytes(data), entry)
+            self._add(lists, entry.token_id, bytes(data), entry)
         return lists
 
-    def _add(self, lists: dict[str, list[Any]], text: str, data: bytes, entry: TokenLogprobs | None) -> None:
-        lists["tokens"].append(text)
+    def _name(self, token_id: int) -> str:
+        return name_of_id(token_id) if self._names_ids else self._texts[token_id][0]
+
+    def _add(
+        self, lists: dict[str, list[Any]], token_id: int, data: bytes, entry: TokenLogprobs | None
+    ) -> None:
+        name = self._name(token_id)
+        lists["tokens"].append(name)
         lists["text_offset"].append(self._offset)
         self._offset += len(self._decoder.decode(data))
         if entry is None:
@@ -124,9 +180,9 @@ class CompletionLogprobs:
             return
         lists["token_logprobs"].append(as_number(entry.logprob))
         # Different tokens can have the same text: the chosen one and the likelier one win.
-        top = {text: as_number(entry.logprob)}
-        for token_id, logprob in entry.top:
-            top.setdefault(self._texts[token_id][0], as_number(logprob))
+        top = {name: as_number(entry.logprob)}
+        for rival, logprob in entry.top[: self._num_top]:
+            top.setdefault(self._name(rival), as_number(logprob))
         lists["top_logprobs"].append(top)
 
 

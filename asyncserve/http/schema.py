@@ -14,7 +14,23 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from asyncserve.errors import InvalidRequest
-from asyncserve.request import SamplingParams
+from asyncserve.http.message_schema import (
+    MAX_TOOLS,
+    ChosenTool,
+    FunctionDefinition,
+    FunctionName,
+    Messages,
+    Tools,
+)
+from asyncserve.http.structure import (
+    GuidedChoice,
+    GuidedGrammar,
+    GuidedJson,
+    GuidedRegex,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from asyncserve.request import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, SamplingParams, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +40,6 @@ MAX_SEQUENCES = 2048
 """Most sequences (prompts times `n`) of one HTTP request."""
 MAX_TOKEN_IDS = 4096
 """Most entries of `stop_token_ids` and of `logit_bias` (OpenAI takes 300 of the latter)."""
-MAX_MESSAGES = 4096
-"""Most messages of a conversation."""
 MAX_FIELDS = 1024
 """Most fields of a body, unknown ones included."""
 MAX_CACHE_SALT_LEN = 128
@@ -35,20 +49,15 @@ REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,256}")
 """What is taken as a request id: printable, without spaces, short."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "documents": (),
-    "echo": (False,),
+    "documents": ([],),
+    "ebnf": (),
     "ec_transfer_params": (),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "json_schema": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logprob_token_ids": (),
@@ -56,24 +65,31 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
+    "regex": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
+    "stop_regex": (),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
+    "thinking_token_budget": (-1,),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 """Fields that change the answer and are not implemented; with each, the values that ask for nothing."""
+
+REASONS: Mapping[str, str] = {
+    "best_of": "best_of is not implemented yet; n gives several answers to choose from",
+    "ebnf": "ebnf is not supported by this server; use structured_outputs.grammar",
+    "json_schema": "json_schema is not supported as a field of its own; use response_format",
+    "regex": "regex is not supported as a field of its own; use structured_outputs.regex",
+    "suffix": "suffix is not supported: this server continues texts and fills no gaps",
+    "truncation_side": "truncation_side can only be left: the end of a prompt is kept",
+    "use_beam_search": "use_beam_search is not implemented yet; n gives several answers",
+}
+"""What is said of some of them."""
 
 HARMLESS = frozenset(
     {
@@ -99,94 +115,276 @@ HARMLESS = frozenset(
 class StreamOptions(msgspec.Struct, kw_only=True):
     """Options of a streamed answer."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: Annotated[
+        bool | None, msgspec.Meta(description="End the stream with an event that has the token counts")
+    ] = None
+    continuous_usage_stats: Annotated[
+        bool | None, msgspec.Meta(description="Give the counts so far in every event, too")
+    ] = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
     """Fields that both generating endpoints have. None means that the client left it out."""
 
-    model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    user: str | None = None
+    model: Annotated[
+        str | None, msgspec.Meta(description="The model's name; the served one's if left out")
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        msgspec.Meta(
+            description="Most tokens to generate. Left out: 16 in completions, all there is room for in chat"
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int | None, msgspec.Meta(description="Before so many tokens neither EOS nor a stop ends the answer")
+    ] = None
+    temperature: Annotated[
+        float | None,
+        msgspec.Meta(description="What logits are divided by; 0 always takes the likeliest token"),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        msgspec.Meta(description="Choose among the fewest tokens whose probabilities add up to this"),
+    ] = None
+    top_k: Annotated[
+        int | None, msgspec.Meta(description="Choose among so many likeliest tokens; 0 and -1 mean all")
+    ] = None
+    min_p: Annotated[
+        float | None,
+        msgspec.Meta(description="Leave out tokens less likely than this times the likeliest one"),
+    ] = None
+    n: Annotated[int | None, msgspec.Meta(description="Answers to each prompt")] = None
+    stop: Annotated[
+        str | list[str] | None,
+        msgspec.Meta(description="Strings that end the answer, which does not contain them"),
+    ] = None
+    stop_token_ids: Annotated[
+        Annotated[list[int], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None,
+        msgspec.Meta(description="Tokens that end the answer, besides EOS"),
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, msgspec.Meta(description="Keep the stop string that ended the answer at its end")
+    ] = None
+    ignore_eos: Annotated[bool | None, msgspec.Meta(description="EOS does not end the answer")] = None
+    seed: Annotated[
+        int | None,
+        msgspec.Meta(description="The same seed gives the same answer, whatever else the server does"),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, msgspec.Meta(description="Taken off the logits of tokens the answer already has")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, msgspec.Meta(description="Taken off the same as often as the answer has them")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        msgspec.Meta(description="Makes tokens of prompt and answer less likely above 1, likelier below"),
+    ] = None
+    logit_bias: Annotated[
+        Annotated[dict[int, float], msgspec.Meta(max_length=MAX_TOKEN_IDS)] | None,
+        msgspec.Meta(description="Token ids with values that are added to their logits"),
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[list[int], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)] | None,
+        msgspec.Meta(description="Only these tokens are generated; name EOS, too, if it may end the answer"),
+    ] = None
+    bad_words: Annotated[
+        Annotated[list[str], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None,
+        msgspec.Meta(
+            description="Texts whose tokens are not generated one after the other, with or without a space"
+            " before them"
+        ),
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, msgspec.Meta(description="Leave special tokens out of the text; true if left out")
+    ] = None
+    spaces_between_special_tokens: Annotated[
+        bool | None,
+        msgspec.Meta(description="Taken and not used: text is what the tokens say, without spaces between"),
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        msgspec.Meta(description="Put before a prompt what the tokenizer does by itself (BOS); not in chat"),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        msgspec.Meta(
+            description="Keep only so many of the prompt's last tokens; -1 keeps what leaves room for"
+            " max_tokens"
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        msgspec.Meta(
+            description="Give the log-probability of each prompt token and so many likeliest ones; -1 gives"
+            " as many as the server gives; not with stream"
+        ),
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, msgspec.Meta(description="Give the token ids of prompt and answer")
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, msgspec.Meta(description="Name tokens in log-probabilities as `token_id:` and the id")
+    ] = None
+    response_format: Annotated[
+        ResponseFormat | None, msgspec.Meta(description="The shape of the answer: any text, or JSON")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        msgspec.Meta(description="The shape of the answer: JSON, an expression, a choice or a grammar"),
+    ] = None
+    guided_json: GuidedJson = None
+    guided_regex: GuidedRegex = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: GuidedGrammar = None
+    stream: Annotated[
+        bool | None, msgspec.Meta(description="Answer in server-sent events as tokens are generated")
+    ] = None
+    stream_options: Annotated[
+        StreamOptions | None, msgspec.Meta(description="What a stream has besides; only with stream")
+    ] = None
+    priority: Annotated[
+        int | None, msgspec.Meta(description="Lower goes first, with --scheduling-policy priority")
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        msgspec.Meta(description="Cached prompts are shared only among requests with the same salt"),
+    ] = None
+    request_id: Annotated[
+        str | None,
+        msgspec.Meta(description="The id to answer under, unless the header X-Request-Id gives one"),
+    ] = None
+    user: Annotated[str | None, msgspec.Meta(description="Taken and not used")] = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     """Body of POST /v1/completions; `decode_prompt` reads the prompt, which has four forms."""
 
-    prompt: msgspec.Raw = msgspec.Raw(b"null")
-    echo: bool | None = None
-    logprobs: int | None = None
+    # A factory: the JSON schema of a struct cannot say what a `Raw` default is.
+    prompt: Annotated[
+        msgspec.Raw,
+        msgspec.Meta(description="A text, several, a list of token ids, or several"),
+    ] = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+    echo: Annotated[
+        bool | None,
+        msgspec.Meta(description="Begin the answer with the prompt; then max_tokens may be 0"),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        msgspec.Meta(description="Give the log-probability of each token and of so many likeliest ones"),
+    ] = None
 
 
-class Message(msgspec.Struct, kw_only=True):
-    """One message of a conversation."""
-
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-
-Messages = Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
+MessagesField = Annotated[
+    Messages | None, msgspec.Meta(description="The conversation so far, at least one message")
+]
+ToolsField = Annotated[Tools | None, msgspec.Meta(description="Functions that the model may call")]
+DocumentsField = Annotated[
+    list[dict[str, Any]] | None, msgspec.Meta(description="Documents, for chat templates that show them")
+]
+AddGenerationPromptField = Annotated[
+    bool | None,
+    msgspec.Meta(
+        description="End the prompt with the opening of the assistant's turn; true unless the final message"
+        " is continued"
+    ),
+]
+ContinueFinalMessageField = Annotated[
+    bool | None, msgspec.Meta(description="Let the model go on with the last message instead of answering it")
+]
+ChatTemplateField = Annotated[
+    str | None,
+    msgspec.Meta(
+        description="A chat template instead of the model's; only with --trust-request-chat-template"
+    ),
+]
+ChatTemplateKwargsField = Annotated[
+    dict[str, Any] | None,
+    msgspec.Meta(description="Further variables for the chat template, such as `enable_thinking`"),
+]
+ReasoningEffortField = Annotated[
+    str | None, msgspec.Meta(description="A variable for chat templates that know it; others ignore it")
+]
 
 
 class ChatBody(GenerationBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: Messages | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    messages: MessagesField = None
+    tools: ToolsField = None
+    tool_choice: Annotated[
+        str | ChosenTool | None,
+        msgspec.Meta(
+            description="`none`, `auto`, `required`, a function to call, or the tools that are allowed;"
+            " `auto` if there are tools"
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, msgspec.Meta(description="Whether one answer may hold several calls; true if left out")
+    ] = None
+    functions: Annotated[
+        Annotated[list[FunctionDefinition], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+        msgspec.Meta(description="Older form of `tools`"),
+    ] = None
+    function_call: Annotated[
+        str | FunctionName | None, msgspec.Meta(description="Older form of `tool_choice`")
+    ] = None
+    documents: DocumentsField = None
+    add_generation_prompt: AddGenerationPromptField = None
+    continue_final_message: ContinueFinalMessageField = None
+    echo: Annotated[
+        bool | None,
+        msgspec.Meta(
+            description="Begin the answer with the text of the last message, if it is the assistant's"
+        ),
+    ] = None
+    chat_template: ChatTemplateField = None
+    chat_template_kwargs: ChatTemplateKwargsField = None
+    reasoning_effort: ReasoningEffortField = None
+    include_reasoning: Annotated[
+        bool | None, msgspec.Meta(description="Whether reasoning is part of the answer; true if left out")
+    ] = None
+    max_completion_tokens: Annotated[
+        int | None,
+        msgspec.Meta(
+            description="Most tokens to generate, reasoning included; what the context leaves if left out"
+        ),
+    ] = None
+    logprobs: Annotated[bool | None, msgspec.Meta(description="Give the log-probability of each token")] = (
+        None
+    )
+    top_logprobs: Annotated[
+        int | None, msgspec.Meta(description="And of so many of its likeliest rivals; needs `logprobs`")
+    ] = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """Body of POST /tokenize: a prompt, or messages with the fields that chat has for them."""
 
-    model: str | None = None
-    messages: Messages | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    model: Annotated[str | None, msgspec.Meta(description="The model's name")] = None
+    messages: MessagesField = None
+    tools: ToolsField = None
+    documents: DocumentsField = None
+    add_generation_prompt: AddGenerationPromptField = None
+    continue_final_message: ContinueFinalMessageField = None
+    chat_template: ChatTemplateField = None
+    chat_template_kwargs: ChatTemplateKwargsField = None
+    reasoning_effort: ReasoningEffortField = None
+    prompt: Annotated[str | None, msgspec.Meta(description="A text instead of messages")] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        msgspec.Meta(
+            description="Add what the tokenizer adds by itself (BOS); true for a prompt, false for messages"
+        ),
+    ] = None
+    return_token_strs: Annotated[bool | None, msgspec.Meta(description="Give the tokens' texts, too")] = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """Body of POST /detokenize."""
 
-    model: str | None = None
-    tokens: list[int]
+    model: Annotated[str | None, msgspec.Meta(description="The model's name")] = None
+    tokens: Annotated[list[int], msgspec.Meta(description="Token ids")]
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -236,7 +434,9 @@ class BodyDecoder:
                 except msgspec.ValidationError as error:
                     raise InvalidRequest(f"{name}: {error}", param=name) from error
                 if value is not None and value not in UNSUPPORTED[name]:
-                    raise InvalidRequest(f"{name} is not supported by this server", param=name)
+                    raise InvalidRequest(
+                        REASONS.get(name, f"{name} is not supported by this server"), param=name
+                    )
             elif name not in self._warned and len(self._warned) < self.MAX_WARNED:
                 self._warned.add(name)
                 logger.warning("ignoring the unknown request field %r", name[:MAX_SHOWN_NAME_LEN])
@@ -244,6 +444,7 @@ class BodyDecoder:
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _FIELD = re.compile(r"\.(\w+)")
+_MISSING = re.compile(r"Object missing required field `(\w+)`$")
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _KEY = re.compile(rb'"(\w{1,%d})"\s*:\s*-?$' % MAX_SHOWN_NAME_LEN)
 _LONE_SURROGATE = re.compile(
@@ -256,6 +457,8 @@ _LONE_SURROGATE = re.compile(
 def _wrong_type(message: str) -> InvalidRequest:
     # msgspec says: Expected `int | null`, got `str` - at `$.messages[0].role`
     found = _PATH.search(message)
+    if (missing := _MISSING.match(message)) is not None:
+        return InvalidRequest(f"{missing[1]} is missing", param=missing[1])
     if found is None:
         return InvalidRequest(f"the body must be a JSON object: {message}")
     path = found[1].lstrip(".")
@@ -352,8 +555,14 @@ def sampling_params(
     max_tokens: int | None,
     num_logprobs: int | None = None,
     num_prompt_logprobs: int | None = None,
+    structured: StructuredOutput | None = None,
 ) -> SamplingParams:
     """Build the sampling parameters of a request; `defaults` stand in for what it leaves out.
+
+    Args:
+        num_logprobs: With output tokens.
+        num_prompt_logprobs: With prompt tokens.
+        structured: As `structured_output` gave it.
 
     Raises:
         InvalidRequest: A value is out of range.
@@ -377,6 +586,9 @@ def sampling_params(
         "repetition_penalty": body.repetition_penalty,
         "logit_bias": body.logit_bias,
         "skip_special_tokens": body.skip_special_tokens,
+        "allowed_token_ids": body.allowed_token_ids,
+        "bad_words": body.bad_words,
+        "structured": structured,
     }
     values: dict[str, Any] = dict(defaults)
     values.update((name, value) for name, value in given.items() if value is not None)
@@ -413,6 +625,23 @@ def check_num_logprobs(num_logprobs: int, limit: int, *, param: str) -> None:
     """
     if not 0 <= num_logprobs <= limit:
         raise InvalidRequest(f"{param} is {_shown(num_logprobs)}; it must lie in [0, {limit}]", param=param)
+
+
+def num_prompt_logprobs(body: GenerationBody, limit: int) -> int | None:
+    """Return how many log-probabilities a request wants with each prompt token.
+
+    Raises:
+        InvalidRequest: Too many, or any in a stream.
+    """
+    asked = body.prompt_logprobs
+    if asked is None:
+        return None
+    if body.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
+    if asked == -1:
+        return limit
+    check_num_logprobs(asked, limit, param="prompt_logprobs")
+    return asked
 
 
 def _shown(number: int) -> str:

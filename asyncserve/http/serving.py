@@ -15,11 +15,13 @@ from aiohttp import web
 
 from asyncserve.errors import RequestError, UnknownModel
 from asyncserve.http.logprobs import TokenTexts
+from asyncserve.http.parsers.registry import MessageFormat
+from asyncserve.http.response_store import ResponseStore
 from asyncserve.http.schema import REQUEST_ID_PATTERN, BodyDecoder
 from asyncserve.http.sse import ChunkHeads, EscapedTexts
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.observer import EngineStatistics
-from asyncserve.request import OutputSink, Request
+from asyncserve.request import OutputSink, Request, TokenizedRequest
 from asyncserve.step import ExecutorInfo
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -50,6 +52,9 @@ class ServedEngine(Protocol):
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Take in a request; raises NotReady or Overloaded."""
 
+    def tokenized(self, request: Request) -> TokenizedRequest:
+        """Return the first sequence that a request would become; may run in any thread."""
+
     def abort(self, request_id: str) -> None:
         """End a request, if it is still there."""
 
@@ -64,28 +69,40 @@ class Serving:
     Args:
         model_names: Names clients may use; the first is reported where none is given.
         default_sampling: Sampling values for fields a request leaves unset.
+        message_format: How the model writes reasoning and tool calls.
+        reasoning_ids: Tokens that open and close its reasoning, if it reasons and has such tokens.
+        trusts_request_templates: Requests may bring chat templates, and set any variable of them.
         max_logprobs: Most log-probabilities a client may ask for with each token.
         health_timeout_s: Seconds without progress, while there is work, after which health is bad.
         stall_timeout_s: Seconds after which a streaming client that reads nothing is given up.
         body_timeout_s: Seconds after which a client that sends nothing of its body is given up.
         metrics_renderer: Gives the text of /metrics.
         on_rejected: Told of each generating request that is refused before the engine hears of it.
+        root_path: Prefix under which a proxy shows the server, such as /llm; empty for none.
+        server_info: Options, without secrets, and versions.
         created: Unix time at which the server was built, for /v1/models.
         clock: Monotonic seconds, the engine's clock.
+        responses: Those of /v1/responses that are kept.
     """
 
     engine: ServedEngine
     model_names: tuple[str, ...]
     default_sampling: Mapping[str, Any]
+    message_format: MessageFormat
+    reasoning_ids: tuple[int, int] | None
+    trusts_request_templates: bool
     max_logprobs: int
     health_timeout_s: float
     stall_timeout_s: float
     body_timeout_s: float
     metrics_renderer: Callable[[], bytes]
     on_rejected: Callable[[Exception], None]
+    root_path: str
+    server_info: Mapping[str, Any]
     created: int
     clock: Callable[[], float]
     token_texts: TokenTexts
+    responses: ResponseStore
     bodies: BodyDecoder = field(default_factory=BodyDecoder)
     escaped: EscapedTexts = field(default_factory=EscapedTexts)
     chunk_heads: ChunkHeads = field(default_factory=ChunkHeads)

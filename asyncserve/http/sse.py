@@ -60,11 +60,24 @@ class NoHeads(dict[int, bytes]):
         return b""
 
 
-class ChunkRenderer(Protocol):
-    """What one endpoint's stream looks like. Events are JSON without the `data: ` around it."""
+def data_event(data: bytes) -> bytes:
+    """Return an event as it is sent: OpenAI's completions and chat have no others."""
+    return b"data: %b\n\n" % data
 
-    def frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return what stands before and after the text in an event with nothing but new text."""
+
+def named_event(name: bytes, data: bytes) -> bytes:
+    """Return an event with a name, as it is sent."""
+    return b"event: %b\ndata: %b\n\n" % (name, data)
+
+
+class ChunkRenderer(Protocol):
+    """What one endpoint's stream looks like. Events are complete: made by `data_event` or `named_event`."""
+
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """Return what stands before and after the text in an event with nothing but new text.
+
+        None if a choice has no such event, or counts what it is given: then `events` is given all output.
+        """
 
     def events(
         self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | None
@@ -175,7 +188,7 @@ class EventStream:
         """Write one event with new text: the path of almost every token.
 
         Args:
-            before: The event up to the text, from `data: ` on.
+            before: The event up to the text.
             after: The rest of the event, and of the chunk.
             frame_len: Bytes of the event without its text.
         """
@@ -194,7 +207,7 @@ class EventStream:
         if transport is None or transport.is_closing():
             self._finish(StreamEnd.FAILED)
         elif events:
-            body = b"".join([b"data: %b\n\n" % event for event in events])
+            body = b"".join(events)
             transport.write(b"".join((self._heads[len(body)], body, self._tail)))
             if transport.get_write_buffer_size() > WRITE_HIGH_BYTES:
                 self._fall_behind(transport.get_write_buffer_size())
@@ -283,7 +296,7 @@ class StreamSink:
         self._stream = stream
         self._escaped = escaped
         self._base_index = base_index
-        self._frames: list[tuple[bytes, bytes, int]] = []
+        self._frames: list[tuple[bytes, bytes, int] | None] = [None] * num_choices
         self._has_started = [False] * num_choices
         self._pending: list[list[RequestOutput]] = [[] for _ in range(num_choices)]
         self._usages: list[Usage | None] = [None] * num_choices
@@ -305,9 +318,10 @@ class StreamSink:
             tail: What ends a chunk.
         """
         for index in range(len(self._pending)):
-            before, after = self._stream.renderer.frame(self._base_index + index)
-            frame_len = len(b"data: ") + len(before) + len(after) + len(b"\n\n")
-            self._frames.append((b"data: " + before, after + b"\n\n" + tail, frame_len))
+            frame = self._stream.renderer.frame(self._base_index + index)
+            if frame is not None:
+                before, after = frame
+                self._frames[index] = (before, after + tail, len(before) + len(after))
 
     def begin(self, prompt_token_ids: "array[int]") -> None:
         """Take note of the tokenized prompt."""
@@ -322,12 +336,13 @@ class StreamSink:
             self._pending[index].append(output)
         elif (
             self._has_started[index]
+            and (frame := self._frames[index]) is not None
             and output.finish_reason is None
             and output.logprobs is None
             and not self.wants_usage
         ):
             if output.text:
-                before, after, frame_len = self._frames[index]
+                before, after, frame_len = frame
                 stream.write_text(before, self._escaped[output.text], after, frame_len)
         else:
             self._put_whole(index, output)

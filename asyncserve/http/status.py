@@ -4,6 +4,7 @@ Health is judged by progress: work that waits while no step finishes is bad heal
 process is. All answers come from the loop's own memory; nothing here asks the device.
 """
 
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -11,6 +12,7 @@ from aiohttp import web
 
 import asyncserve
 from asyncserve.errors import EngineStopped, NotReady, UnknownModel
+from asyncserve.http.failures import speaks_anthropic
 from asyncserve.http.serving import SERVING, Serving
 from asyncserve.metrics.observer import CONTENT_TYPE
 
@@ -53,14 +55,80 @@ async def version(request: web.Request) -> web.Response:
     return _json({"version": asyncserve.__version__})
 
 
+async def load(request: web.Request) -> web.Response:
+    """Answer /load: how much work is here, `server_load` as vLLM's clients read it."""
+    serving = request.app[SERVING]
+    statistics = serving.engine.statistics()
+    num_blocks = statistics.num_blocks
+    return _json(
+        {
+            "server_load": statistics.num_running + statistics.num_waiting,
+            "num_running": statistics.num_running,
+            "num_waiting": statistics.num_waiting,
+            "max_num_seqs": serving.engine.info.num_slots,
+            "kv_cache_usage": statistics.num_blocks_used / num_blocks if num_blocks else 0.0,
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Answer /server_info: versions, options without secrets, and what came of them on this device."""
+    serving = request.app[SERVING]
+    info = serving.engine.info
+    groups = [
+        {
+            "num_layers": len(group.layer_ids),
+            "dtype": group.spec.dtype,
+            "block_size": group.spec.block_len,
+            "num_blocks": group.num_blocks,
+            "num_bytes": group.num_blocks * group.bytes_per_block,
+        }
+        for group in info.kv_groups
+    ]
+    return _json(
+        {
+            "version": asyncserve.__version__,
+            "model_names": serving.model_names,
+            "device": info.device_name,
+            "max_model_len": info.max_model_len,
+            "max_num_seqs": info.num_slots,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "vocab_size": info.vocab_size,
+            "kv_cache": groups,
+            "default_sampling": serving.default_sampling,
+            **serving.server_info,
+        }
+    )
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """Answer /tokenizer_info: what a client must know to count tokens and to write prompts itself."""
+    serving = request.app[SERVING]
+    tokenizer = serving.engine.tokenizer
+    return _json(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": serving.engine.info.max_model_len,
+            "eos_token_ids": sorted(tokenizer.eos_token_ids),
+            "special_tokens": sorted(tokenizer.special_tokens),
+            "chat_template": tokenizer.chat_template_text,
+        }
+    )
+
+
 async def metrics(request: web.Request) -> web.Response:
     """Answer /metrics in Prometheus' text format."""
     return web.Response(body=request.app[SERVING].metrics_renderer(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def models(request: web.Request) -> web.Response:
-    """Answer /v1/models: the names under which the one model is served."""
+    """Answer /v1/models: the names under which the one model is served, in the shape of the API asked."""
     serving = request.app[SERVING]
+    if speaks_anthropic(request):
+        names = serving.model_names
+        listed = [_anthropic_model(serving, name) for name in names]
+        return _json({"data": listed, "has_more": False, "first_id": names[0], "last_id": names[-1]})
     return _json({"object": "list", "data": [_model(serving, name) for name in serving.model_names]})
 
 
@@ -70,7 +138,21 @@ async def model(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     if name not in serving.model_names:
         raise UnknownModel(f"the model {name[:200]!r} is not served here", param="model")
-    return _json(_model(serving, name))
+    shown = _anthropic_model if speaks_anthropic(request) else _model
+    return _json(shown(serving, name))
+
+
+def _anthropic_model(serving: Serving, name: str) -> dict[str, Any]:
+    max_model_len = serving.engine.info.max_model_len
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(serving.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
+    }
 
 
 def _model(serving: Serving, name: str) -> dict[str, Any]:

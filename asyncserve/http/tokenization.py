@@ -5,15 +5,17 @@ All work on text runs in threads: a prompt may be megabytes, and the event loop 
 
 import asyncio
 from array import array
+from functools import partial
 
 import orjson
 from aiohttp import web
 
 from asyncserve.errors import InvalidRequest
 from asyncserve.http.body import read_body
-from asyncserve.http.chat import chat_prompt
+from asyncserve.http.conversation import LARGE_BODY_BYTES, chat_prompt
 from asyncserve.http.schema import DetokenizeBody, TokenizeBody
 from asyncserve.http.serving import SERVING, Serving
+from asyncserve.http.tools import shown_tool, tools_of
 from asyncserve.loop.admission import check_token_ids
 from asyncserve.request import ChatPrompt, TextPrompt
 
@@ -30,22 +32,21 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.prompt is not None:
         prompt = TextPrompt(text=body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        prompt = await chat_prompt(body, len(data))
-    answer = await asyncio.to_thread(
-        _tokenized, serving, prompt, bool(body.add_special_tokens), bool(body.return_token_strs)
-    )
+        build = partial(chat_prompt, serving, body, [shown_tool(tool) for tool in tools_of(body)])
+        prompt = await asyncio.to_thread(build) if len(data) > LARGE_BODY_BYTES else build()
+    answer = await asyncio.to_thread(_tokenized, serving, prompt, bool(body.return_token_strs))
     return web.Response(body=answer, content_type="application/json")
 
 
-def _tokenized(
-    serving: Serving, prompt: TextPrompt | ChatPrompt, adds_special: bool, gives_strings: bool
-) -> bytes:
+def _tokenized(serving: Serving, prompt: TextPrompt | ChatPrompt, gives_strings: bool) -> bytes:
     tokenizer = serving.engine.tokenizer
     token_ids: array[int]
     if isinstance(prompt, TextPrompt):
         token_ids = tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
     else:
-        token_ids = tokenizer.encode(tokenizer.render_chat(prompt), add_special_tokens=adds_special)
+        token_ids = tokenizer.encode(
+            tokenizer.render_chat(prompt), add_special_tokens=prompt.add_special_tokens
+        )
     tokens = token_ids.tolist()
     return orjson.dumps(
         {

@@ -6,6 +6,10 @@ Files in the order a request meets them:
 * pipeline: the five coroutines (tokenize, schedule, launch, collect, detokenize) and their wiring
 * channel: bounded, closable queue between two stages
 * admission: a request and its token ids become sequences, or a refusal
+* grammar_cache: compiled grammars that are kept, and the lane in which new ones are made
+* grammar: compiles the shape an output must have, in the process that is
+* grammar_worker: this process
+* json_schema: what of a JSON schema can be enforced
 * tokenizer: text to token ids, token ids to bytes
 * gguf_tokenizer: the tokenizer that a GGUF file holds
 * chat_template: a conversation becomes a prompt

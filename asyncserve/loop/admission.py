@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncserve.errors import InvalidRequest, PromptTooLong
+from asyncserve.grammar import Grammar
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.request import (
     DEFAULT_MAX_TOKENS,
@@ -29,6 +30,8 @@ SMALL_TOKENS_LEN = 8192
 """Token prompts up to this length are checked in place (about 0.3 ms)."""
 LONG_TEXT_LEN = 65536
 """Texts above this many characters are long: encoding one may take seconds."""
+TEXT_MARGIN = 2
+"""Of a text that is truncated, so many times what the most tokens can stand for is looked at."""
 _CHECKED_AT_ONCE = 65536
 """Ids looked through in one go (about 1 ms); between two, another thread may have the interpreter."""
 _MAX_SEED = 2**63 - 1
@@ -63,7 +66,15 @@ def is_small(prompt: Prompt) -> bool:
         case TokensPrompt():
             return len(prompt.token_ids) <= SMALL_TOKENS_LEN
         case ChatPrompt():
-            return False  # a template may do anything, so it runs in a thread
+            # A template may do anything, so it runs in a thread.
+            return prompt.rendered is not None and len(prompt.rendered) <= SMALL_TEXT_LEN
+
+
+def is_quick(request: Request) -> bool:
+    """Whether a request takes so little work before `admit` that it can be done on the event loop."""
+    sampling = request.sampling
+    num_allowed = len(sampling.allowed_token_ids or ())
+    return not sampling.bad_words and num_allowed <= SMALL_TOKENS_LEN and is_small(request.prompt)
 
 
 def is_long(prompt: Prompt) -> bool:
@@ -71,7 +82,10 @@ def is_long(prompt: Prompt) -> bool:
 
     A conversation's length is known when it has been rendered.
     """
-    return isinstance(prompt, TextPrompt) and len(prompt.text) > LONG_TEXT_LEN
+    text = prompt.text if isinstance(prompt, TextPrompt) else None
+    if isinstance(prompt, ChatPrompt):
+        text = prompt.rendered
+    return text is not None and len(text) > LONG_TEXT_LEN
 
 
 def seed_of_choice(seed: int, index: int) -> int:
@@ -110,7 +124,8 @@ class Admission:
             InvalidRequest: The chat template refuses it.
         """
         if isinstance(prompt, ChatPrompt):
-            return TextPrompt(text=self.tokenizer.render_chat(prompt), add_special_tokens=False)
+            text = self.tokenizer.render_chat(prompt) if prompt.rendered is None else prompt.rendered
+            return TextPrompt(text=text, add_special_tokens=prompt.add_special_tokens)
         return prompt
 
     def encode_prompt(
@@ -131,11 +146,12 @@ class Admission:
         for name, token_ids in (
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", sampling.logit_bias),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
             check_token_ids(_as_array(token_ids, name), self.vocab_size, field=name)
         name = prompt_field(request.prompt)
         try:
-            ids = self._encode(rendered or self.rendered(request.prompt), name)
+            ids = self._encode(rendered or self.rendered(request.prompt), name, self._num_kept(request))
         except InvalidRequest as error:
             if error.param in (None, "prompt"):
                 error.param = name  # the tokenizer cannot know where its text came from
@@ -145,8 +161,37 @@ class Admission:
         check_token_ids(ids, self.vocab_size, field=name)
         return ids
 
+    def encode_bad_words(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        """Return the spellings of the request's bad words, each as its tokens. Thread-safe.
+
+        A word is spelled as at the beginning of a text and as after a space.
+
+        Raises:
+            InvalidRequest: A word is no valid text.
+        """
+        spellings: dict[tuple[int, ...], None] = {}  # a set that keeps the order
+        for word in request.sampling.bad_words:
+            bare = word.lstrip()
+            for text in (bare, f" {bare}") if bare else (word,):
+                try:
+                    spelling = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                except InvalidRequest as error:
+                    error.param = "bad_words"
+                    raise
+                # What the model cannot generate needs no ban.
+                if spelling and max(spelling) < self.vocab_size:
+                    spellings[spelling] = None
+        return tuple(spellings)
+
     def admit(
-        self, request: Request, prompt_token_ids: "array[int]", *, seed: int, sequence_ids: Iterator[int]
+        self,
+        request: Request,
+        prompt_token_ids: "array[int]",
+        *,
+        seed: int,
+        sequence_ids: Iterator[int],
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        grammar: Grammar | None = None,
     ) -> list[TokenizedRequest]:
         """Return the request's `n` sequences.
 
@@ -154,15 +199,30 @@ class Admission:
             prompt_token_ids: As `encode_prompt` gave them.
             seed: Of the first sequence; the others' are made from it.
             sequence_ids: Gives as many fresh ids as there are sequences.
+            bad_words: As `encode_bad_words` gave them.
+            grammar: The request's structured output, compiled.
 
         Raises:
             PromptTooLong: Prompt, or prompt plus a given `max_tokens`, exceeds the context or the KV pool.
+            InvalidRequest: Every allowed token is forbidden.
         """
         sampling = request.sampling
-        max_output_len = self._max_output_len(request.prompt, len(prompt_token_ids), sampling.max_tokens)
+        max_output_len = self._max_output_len(request, len(prompt_token_ids))
         stop_token_ids = frozenset(sampling.stop_token_ids)
+        if grammar is not None:
+            # Also with `ignore_eos`: nothing follows a complete text.
+            stop_token_ids |= grammar.stop_token_ids
         if not sampling.ignore_eos:
             stop_token_ids |= self.tokenizer.eos_token_ids
+        forbidden = {spelling[0] for spelling in bad_words if len(spelling) == 1}
+        if sampling.min_tokens:
+            forbidden |= stop_token_ids
+        allowed = sampling.allowed_token_ids
+        if allowed is not None and all(token_id in forbidden for token_id in allowed):
+            raise InvalidRequest(
+                "allowed_token_ids holds nothing but tokens that bad_words or min_tokens forbid",
+                param="allowed_token_ids",
+            )
         return [
             TokenizedRequest(
                 request=request,
@@ -172,31 +232,41 @@ class Admission:
                 max_output_len=max_output_len,
                 stop_token_ids=stop_token_ids,
                 seed=seed_of_choice(seed, index),
+                bad_words=bad_words,
+                grammar=grammar,
             )
             for index in range(sampling.n)
         ]
 
-    def _encode(self, prompt: TextPrompt | TokensPrompt, name: str) -> "array[int]":
+    def _num_kept(self, request: Request) -> int | None:
+        """Return how many of the prompt's tokens are kept at most, if it is to be truncated."""
+        num_kept = request.truncate_prompt_tokens
+        if num_kept != -1:
+            return num_kept
+        return max(1, self.max_sequence_len - (request.sampling.max_tokens or 1))
+
+    def _encode(self, prompt: TextPrompt | TokensPrompt, name: str, num_kept: int | None) -> "array[int]":
         match prompt:
             case TextPrompt():
-                self._check_text_len(prompt.text, name)
-                return self.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+                text = prompt.text
+                if num_kept is None:
+                    self._check_text_len(text, name)
+                elif len(text) > SMALL_TEXT_LEN:
+                    # The last tokens are the same whatever stands so far before them.
+                    text = text[-TEXT_MARGIN * self.max_sequence_len * self._longest_token() :]
+                ids = self.tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens)
+                return ids if num_kept is None else ids[-num_kept:]
             case TokensPrompt():
-                if (num_tokens := len(prompt.token_ids)) > 0:
+                token_ids = prompt.token_ids if num_kept is None else prompt.token_ids[-num_kept:]
+                if (num_tokens := len(token_ids)) > 0:
                     self.check_admissible(num_tokens, 1)
-                return _as_array(prompt.token_ids, "prompt")
+                return _as_array(token_ids, "prompt")
 
     def _check_text_len(self, text: str, name: str) -> None:
         """Refuse a text that cannot fit whatever its tokens are: encoding it would take seconds."""
         if len(text) <= SMALL_TEXT_LEN:
             return  # not worth the look at the vocabulary, and it is encoded on the loop
-        if self._longest_token_bytes is None:
-            # Two threads may both find it, and find the same.
-            token_bytes = self.tokenizer.token_bytes
-            self._longest_token_bytes = max(
-                (len(token_bytes(token_id)) for token_id in range(self.tokenizer.vocab_size)), default=0
-            )
-        longest = self._longest_token_bytes
+        longest = self._longest_token()
         limit = self.max_sequence_len * longest
         # In characters first: they are never more than the bytes.
         if len(text) > limit or (num_bytes := len(text.encode("utf-8", "surrogatepass"))) > limit:
@@ -207,16 +277,27 @@ class Admission:
                 param=name,
             )
 
-    def _max_output_len(self, prompt: Prompt, prompt_len: int, max_tokens: int | None) -> int:
+    def _longest_token(self) -> int:
+        """Return the most bytes a token stands for."""
+        if self._longest_token_bytes is None:
+            # Two threads may both find it, and find the same.
+            token_bytes = self.tokenizer.token_bytes
+            self._longest_token_bytes = max(
+                (len(token_bytes(token_id)) for token_id in range(self.tokenizer.vocab_size)), default=0
+            )
+        return self._longest_token_bytes
+
+    def _max_output_len(self, request: Request, prompt_len: int) -> int:
+        max_tokens = request.sampling.max_tokens
         rest_len = max(1, self.max_sequence_len - prompt_len)
         max_output_len = rest_len if max_tokens is None else max_tokens
-        if max_tokens is DEFAULT_MAX_TOKENS:
+        if max_tokens is not None and (max_tokens is DEFAULT_MAX_TOKENS or request.cuts_max_tokens):
             max_output_len = min(max_tokens, rest_len)
         try:
             self.check_admissible(prompt_len, max_output_len)
         except PromptTooLong as error:
             if error.param == "prompt":
-                error.param = prompt_field(prompt)
+                error.param = prompt_field(request.prompt)
             raise
         return max_output_len
 

@@ -8,6 +8,7 @@ Knows neither token ids nor HTTP; what goes wrong while rendering is the request
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -59,6 +60,7 @@ class ChatTemplate:
                 "choose one with --chat-template"
             )
         environment = _environment()
+        self.text = "\n".join(sources.values())
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
@@ -66,6 +68,9 @@ class ChatTemplate:
             raise CheckpointError(
                 f"the chat template has an error in line {error.lineno}: {error.message}"
             ) from error
+        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+            # Python's compiler, which has limits of its own.
+            raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
 
     def render(self, prompt: ChatPrompt) -> str:
         """Return the conversation as the model was trained to see it.
@@ -96,6 +101,34 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return _cut_open(text) if prompt.continue_final_message else text
+
+
+class RequestTemplates:
+    """Templates that requests bring, compiled when first used; the latest used are kept. Thread-safe.
+
+    Args:
+        special_tokens: As of `ChatTemplate`.
+    """
+
+    MAX_KEPT = 32
+
+    def __init__(self, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = special_tokens
+        self.compiled = lru_cache(maxsize=self.MAX_KEPT)(self._compile)
+
+    def render(self, template: str, prompt: ChatPrompt) -> str:
+        """Return the conversation, put through `template`.
+
+        Raises:
+            InvalidRequest: The template cannot be compiled, or cannot deal with the messages.
+        """
+        return self.compiled(template).render(prompt)
+
+    def _compile(self, template: str) -> ChatTemplate:
+        try:
+            return ChatTemplate({DEFAULT: template}, special_tokens=self._special_tokens)
+        except CheckpointError as error:
+            raise InvalidRequest(f"chat_template: {error}", param="chat_template") from error
 
 
 def _cut_open(text: str) -> str:

@@ -7,21 +7,25 @@ owner. All methods run on the loop thread. Knows nothing of HTTP and nothing of 
 """
 
 import asyncio
+import itertools
 import logging
 import random
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 
 from asyncserve.errors import AsyncserveError, EngineStopped, InvalidRequest, NotReady, Overloaded
 from asyncserve.loop.admission import Admission
 from asyncserve.loop.channel import ChannelClosed
 from asyncserve.loop.detokenizer import Detokenizer
+from asyncserve.loop.grammar import XGrammarCompiler
+from asyncserve.loop.grammar_cache import GrammarCache, GrammarCompiler
 from asyncserve.loop.pipeline import ActiveRequest, Pipeline
 from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.observer import EngineStatistics, NullObserver, Observer
-from asyncserve.request import FinishReason, OutputSink, Request, RequestOutput
+from asyncserve.request import FinishReason, OutputSink, Request, RequestOutput, TokenizedRequest
 from asyncserve.step import Executor, ExecutorInfo
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,8 @@ class Engine:
         enable_chunked_prefill: Split long prompts over several steps.
         long_prefill_token_threshold: Most tokens of one prompt in one step; 0 for no limit but the step's.
         async_scheduling: Plan one step ahead of the device.
+        grammar_compile_timeout_s: Seconds that compiling one structured output may take.
+        make_grammar_compiler: Instead of xgrammar's: given the tokenizer and the model's vocabulary size.
         seed: Of the seeds drawn for requests that bring none.
         num_tokenizer_threads: Threads that encode prompts; one more encodes those above 64 K characters.
         loop_lag_interval_s: Seconds between two measurements of the event loop's lateness.
@@ -62,6 +68,8 @@ class Engine:
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
         async_scheduling: bool = True,
+        grammar_compile_timeout_s: float = 10.0,
+        make_grammar_compiler: Callable[[Tokenizer, int], GrammarCompiler] | None = None,
         seed: int = 0,
         num_tokenizer_threads: int = 2,
         loop_lag_interval_s: float = 1.0,
@@ -76,6 +84,9 @@ class Engine:
         self._enable_chunked_prefill = enable_chunked_prefill
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._async_scheduling = async_scheduling
+        self._make_grammar_compiler = make_grammar_compiler or partial(
+            XGrammarCompiler, timeout_s=grammar_compile_timeout_s
+        )
         self._seeds = random.Random(seed)
         self._num_tokenizer_threads = num_tokenizer_threads
         self._loop_lag_interval_s = loop_lag_interval_s
@@ -85,6 +96,7 @@ class Engine:
         self._is_accepting = False
         self._is_stopping = False
         self._info: ExecutorInfo | None = None
+        self._admission: Admission | None = None
         self._pipeline: Pipeline | None = None
         self._stages: asyncio.Task[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -121,16 +133,18 @@ class Engine:
             async_scheduling=self._async_scheduling,
         )
         self._info = info
+        self._admission = Admission(
+            tokenizer=self._tokenizer,
+            vocab_size=info.vocab_size,
+            max_sequence_len=scheduler.max_sequence_len,
+            check_admissible=scheduler.check_admissible,
+        )
         self._pipeline = Pipeline(
             executor=self._executor,
-            admission=Admission(
-                tokenizer=self._tokenizer,
-                vocab_size=info.vocab_size,
-                max_sequence_len=scheduler.max_sequence_len,
-                check_admissible=scheduler.check_admissible,
-            ),
+            admission=self._admission,
             scheduler=scheduler,
             detokenizer=Detokenizer(self._tokenizer),
+            grammars=GrammarCache(self._make_grammar_compiler(self._tokenizer, info.vocab_size)),
             observer=self._observer,
             clock=self._clock,
             max_unapplied=info.max_unapplied,
@@ -267,6 +281,21 @@ class Engine:
         raise NotReady(
             "The server is starting." if is_starting else "The server is stopping and takes no new requests."
         )
+
+    def tokenized(self, request: Request) -> TokenizedRequest:
+        """Return the first sequence that a request would become, without taking the request.
+
+        Thread-safe, and to be called in a thread: a prompt may take long to encode.
+
+        Raises:
+            NotReady: The engine is starting.
+            RequestError: The request could not be served.
+        """
+        if self._admission is None:
+            raise NotReady("The server is starting.")
+        return self._admission.admit(
+            request, self._admission.encode_prompt(request), seed=0, sequence_ids=itertools.count()
+        )[0]
 
     def abort(self, request_id: str) -> None:
         """End a request at once; its sink gets nothing more. Idempotent; unknown ids are no error."""

@@ -21,10 +21,18 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from asyncserve.errors import AsyncserveError, EngineError, InvariantError, RequestError, StepFailed
-from asyncserve.loop.admission import Admission, is_long, is_small
+from asyncserve.errors import (
+    AsyncserveError,
+    EngineError,
+    InvalidRequest,
+    InvariantError,
+    StepFailed,
+)
+from asyncserve.grammar import Grammar
+from asyncserve.loop.admission import Admission, is_long, is_quick
 from asyncserve.loop.channel import Channel, first_ready
 from asyncserve.loop.detokenizer import Detokenizer, DetokenizerState
+from asyncserve.loop.grammar_cache import GrammarCache, GrammarRefused, NobodyWaits
 from asyncserve.loop.scheduler import Scheduler
 from asyncserve.observer import EngineStatistics, Observer, RequestTimeline
 from asyncserve.request import (
@@ -54,7 +62,17 @@ ENDS_PER_SLICE = 8
 class ActiveRequest:
     """A request in the engine, from submission until the last of its sequences has ended."""
 
-    __slots__ = ("has_ended", "num_open", "request", "seed", "sequence_ids", "sink", "timelines")
+    __slots__ = (
+        "bad_words",
+        "grammar",
+        "has_ended",
+        "num_open",
+        "request",
+        "seed",
+        "sequence_ids",
+        "sink",
+        "timelines",
+    )
 
     def __init__(self, request: Request, sink: OutputSink, *, seed: int) -> None:
         self.request = request
@@ -62,6 +80,8 @@ class ActiveRequest:
         self.seed = seed
         self.timelines = [RequestTimeline(arrived_s=request.arrival_s) for _ in range(request.sampling.n)]
         self.num_open = request.sampling.n
+        self.bad_words: tuple[tuple[int, ...], ...] = ()  # set with the prompt's encoding
+        self.grammar: Grammar | None = None  # set before admission, if a structure is asked for
         self.sequence_ids: list[int] = []
         self.has_ended = False
 
@@ -124,6 +144,7 @@ class Pipeline:
         admission: What requests must satisfy.
         scheduler: Made for this executor.
         detokenizer: Makes text of tokens.
+        grammars: Makes and keeps the grammars of structured outputs.
         observer: Told of every step and every end.
         clock: Monotonic seconds.
         max_unapplied: Steps that may be on their way at once.
@@ -140,6 +161,7 @@ class Pipeline:
         admission: Admission,
         scheduler: Scheduler,
         detokenizer: Detokenizer,
+        grammars: GrammarCache,
         observer: Observer,
         clock: Callable[[], float],
         max_unapplied: int,
@@ -151,6 +173,7 @@ class Pipeline:
         self._admission = admission
         self._scheduler = scheduler
         self._detokenizer = detokenizer
+        self._grammars = grammars
         self._observer = observer
         self._clock = clock
         self._loop_lag_interval_s = loop_lag_interval_s
@@ -279,6 +302,7 @@ class Pipeline:
             # Steps that nobody awaits any more: their failure is no news.
             asyncio.ensure_future(launched.output).add_done_callback(_ignore_outcome)
         # A prompt may be in a thread still: it is waited for, though not by the loop.
+        await asyncio.to_thread(self._grammars.close)
         for threads in (self._threads, self._long_thread):
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
 
@@ -309,7 +333,7 @@ class Pipeline:
         try:
             if active.has_ended:
                 return array("i")
-            if is_small(active.request.prompt):
+            if is_quick(active.request):
                 return self._admission.encode_prompt(active.request)
             self._start_encoding(active, None)
         except Exception as error:
@@ -333,6 +357,7 @@ class Pipeline:
             rendered = self._admission.rendered(prompt)
             if is_long(rendered) and not is_long(prompt):
                 return rendered
+        active.bad_words = self._admission.encode_bad_words(active.request)
         return self._admission.encode_prompt(active.request, rendered)
 
     def _note_encoded(
@@ -357,16 +382,24 @@ class Pipeline:
                 return
             if isinstance(prompt_token_ids, Exception):
                 raise prompt_token_ids
+            if not self._has_grammar(active):
+                self._start_compiling(active, prompt_token_ids)
+                return  # it comes here again
             now_s = self._clock()
             tokenized = self._admission.admit(
-                active.request, prompt_token_ids, seed=active.seed, sequence_ids=self._sequence_ids
+                active.request,
+                prompt_token_ids,
+                seed=active.seed,
+                sequence_ids=self._sequence_ids,
+                bad_words=active.bad_words,
+                grammar=active.grammar,
             )
             sequences = [ActiveSequence(each, active, self._detokenizer.begin(each)) for each in tokenized]
             for each in sequences:
                 each.timeline.tokenized_s = now_s
                 each.timeline.num_prompt_tokens = len(prompt_token_ids)
                 each.timeline.max_output_len = each.tokenized.max_output_len
-        except RequestError as error:
+        except AsyncserveError as error:
             self._reject(active, error)
             return
         except Exception as error:
@@ -382,6 +415,41 @@ class Pipeline:
         except Exception:
             self._sink_raised(active)
         await self._arrivals.put(Arrival(active, sequences))
+
+    def _has_grammar(self, active: ActiveRequest) -> bool:
+        """Return whether a request has the grammar it asks for, or asks for none."""
+        structured = active.request.sampling.structured
+        if structured is not None and active.grammar is None:
+            active.grammar = self._grammars.find(structured)
+        return structured is None or active.grammar is not None
+
+    def _start_compiling(self, active: ActiveRequest, prompt_token_ids: "array[int]") -> None:
+        """Have a request's grammar made; `_note_compiled` is called with what becomes of it."""
+        structured = active.request.sampling.structured
+        assert structured is not None
+        future = self._grammars.compile(structured, lambda: not active.has_ended)
+        future.add_done_callback(partial(self._note_compiled, active, prompt_token_ids))
+
+    def _note_compiled(
+        self, active: ActiveRequest, prompt_token_ids: "array[int]", future: "asyncio.Future[Grammar]"
+    ) -> None:
+        _ignore_outcome(future)  # if the pipeline has ended, nobody looks at it
+        if self._encoded.is_closed:
+            return
+        outcome: array[int] | Exception = prompt_token_ids
+        error = future.exception()
+        if error is None:
+            active.grammar = future.result()
+        elif isinstance(error, NobodyWaits) and not active.has_ended:
+            self._start_compiling(active, prompt_token_ids)  # it came as the others had left
+            return
+        elif isinstance(error, GrammarRefused):
+            structured = active.request.sampling.structured
+            param = None if structured is None else structured.param
+            outcome = InvalidRequest(f"{param} cannot be used: {error}", param=param)
+        else:
+            outcome = error if isinstance(error, Exception) else EngineError(repr(error))
+        self._encoded.put_nowait(Encoded(active, outcome))
 
     def _reject(self, active: ActiveRequest, error: AsyncserveError) -> None:
         self._num_unadmitted -= len(active.timelines)

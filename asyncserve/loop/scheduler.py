@@ -33,6 +33,7 @@ from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import FinishReason, TokenDelta, TokenizedRequest, TokenLogprobs
 from asyncserve.step import (
     BAD_LOGITS,
+    NO_TOKEN,
     BlockAppend,
     ExecutorInfo,
     ScheduledSequence,
@@ -238,8 +239,13 @@ class Scheduler:
             sequence.num_unseen_tokens -= 1
             if not sequence.accepts_output:
                 continue
-            if token_id == BAD_LOGITS:
-                deltas.append(self._end_with_bad_logits(sequence, output.step_id))
+            if token_id < 0:
+                if token_id == BAD_LOGITS:
+                    deltas.append(self._end_with_bad_logits(sequence, output.step_id))
+                elif token_id == NO_TOKEN:
+                    deltas.append(self._end_with_error(sequence, _nothing_allowed(sequence)))
+                else:
+                    raise InvariantError(f"step {output.step_id} gave token {token_id}")
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)
@@ -540,6 +546,8 @@ class Scheduler:
                 sampling=tokenized.request.sampling,
                 seed=tokenized.seed,
                 stop_token_ids=tokenized.stop_token_ids,
+                bad_words=tokenized.bad_words,
+                grammar=tokenized.grammar,
             )
         )
         for group_id, block_ids in enumerate(sequence.block_table.block_ids):
@@ -656,6 +664,15 @@ class Scheduler:
         if status is SequenceStatus.PREEMPTED:
             sequence.reset(self._allocator.num_groups)
             self._waiting.push(sequence)
+
+
+def _nothing_allowed(sequence: SequenceState) -> InvalidRequest:
+    structured = sequence.tokenized.request.sampling.structured
+    return InvalidRequest(
+        "no token is left to continue with: what restricts the output (its structure, allowed_token_ids,"
+        " bad_words, logit_bias) allows none, or its structure takes too long to follow",
+        param=None if structured is None else structured.param,
+    )
 
 
 def _require(holds: bool, invariant: str) -> None:

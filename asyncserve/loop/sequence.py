@@ -101,7 +101,9 @@ class SequenceState:
         self.token_ids: array[int] = tokenized.prompt_token_ids[:]
         self.prompt_len = len(self.token_ids)
         self.max_len = self.prompt_len + tokenized.max_output_len
-        self.min_len = self.prompt_len + sampling.min_tokens
+        # A grammar is complete when it is: before `min_tokens` the device ends it only if nothing else is
+        # left.
+        self.min_len = self.prompt_len + (0 if tokenized.grammar is not None else sampling.min_tokens)
         self.stop_token_ids = tokenized.stop_token_ids
         self.num_cached_tokens = 0
         self.block_digests: list[bytes] = []

@@ -22,7 +22,7 @@ from tokenizers import processors
 from asyncserve.checkpoint import Checkpoint, CheckpointFormat, read_json
 from asyncserve.errors import CheckpointError, ConfigError, InvalidRequest
 from asyncserve.gguf_file import read_gguf_header
-from asyncserve.loop.chat_template import DEFAULT, ChatTemplate
+from asyncserve.loop.chat_template import DEFAULT, ChatTemplate, RequestTemplates
 from asyncserve.loop.gguf_tokenizer import CONTROL, build_gguf_tokenizer
 from asyncserve.request import ChatPrompt
 
@@ -55,6 +55,10 @@ class Tokenizer(Protocol):
     """Every token that ends an answer of this model."""
     strips_leading_space: bool
     """Whether a text loses one space at its beginning (SentencePiece puts one there when encoding)."""
+    special_tokens: frozenset[str]
+    """Texts of the tokens that `skip_special_tokens` leaves out."""
+    chat_template_text: str | None
+    """The chat template as text, all of them if there are several; None if the model has none."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the text's token ids, `array('i')`. Thread-safe; releases the GIL.
@@ -120,7 +124,12 @@ def load_tokenizer(
             raise ConfigError(f"--chat-template: {error}") from error
     elif templates:
         template = ChatTemplate(templates, special_tokens=special)
-    return FastTokenizer(tokenizer, eos_token_ids=frozenset(eos_ids), chat_template=template)
+    return FastTokenizer(
+        tokenizer,
+        eos_token_ids=frozenset(eos_ids),
+        chat_template=template,
+        own_templates=RequestTemplates(special),
+    )
 
 
 def declared_eos_ids(checkpoint: Checkpoint) -> set[int]:
@@ -289,6 +298,7 @@ class FastTokenizer:
         tokenizer: Not changed afterwards.
         eos_token_ids: Every token that ends an answer.
         chat_template: None if the model has none.
+        own_templates: Renders conversations that bring a template of their own.
     """
 
     def __init__(
@@ -297,9 +307,12 @@ class FastTokenizer:
         *,
         eos_token_ids: frozenset[int],
         chat_template: ChatTemplate | None,
+        own_templates: RequestTemplates | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._own_templates = own_templates or RequestTemplates({})
+        self.chat_template_text = None if chat_template is None else chat_template.text
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._bytes: dict[int, bytes] = {}
@@ -313,6 +326,7 @@ class FastTokenizer:
         )
         self.eos_token_ids = eos_token_ids
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = frozenset(token.content for token in added.values() if token.special)
         self.strips_leading_space = any(_strips_space(step) for step in decoder)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
@@ -325,6 +339,8 @@ class FastTokenizer:
 
     def render_chat(self, prompt: ChatPrompt) -> str:
         """See `Tokenizer`."""
+        if prompt.chat_template is not None:
+            return self._own_templates.render(prompt.chat_template, prompt)
         if self._chat_template is None:
             raise InvalidRequest(
                 "this model has no chat template, so it cannot take messages: send a prompt to "

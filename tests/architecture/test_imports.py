@@ -13,22 +13,23 @@ from tests.architecture.sources import imports, module_name, parse, relative, so
 # A row may import every row below it; names in one row are strangers to each other.
 TOP = [
     ["__main__"],
-    ["offline"],
+    ["offline", "run_batch"],
     ["serve", "cli"],
     ["http"],
     ["loop", "gpu", "metrics"],
     ["observer"],
     ["step"],
     ["request", "kv_spec", "config", "checkpoint"],
+    ["grammar"],
     ["gguf_config"],
     ["gguf_file"],
     ["errors"],
 ]
 LOOP = [
     ["engine"],
-    ["pipeline"],
-    ["scheduler", "admission", "detokenizer", "channel"],
-    ["tokenizer", "waiting", "kv_groups", "stop_strings"],
+    ["pipeline", "grammar"],
+    ["scheduler", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
+    ["tokenizer", "waiting", "kv_groups", "stop_strings", "json_schema"],
     ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash"],
 ]
 GPU = [
@@ -40,7 +41,7 @@ GPU = [
     ["layers"],
     ["attention"],
     ["batch"],
-    ["slots", "block_tables", "kv_cache"],
+    ["kernels", "slots", "block_tables", "kv_cache"],
     ["staging", "completion"],
     ["device"],
 ]
@@ -50,9 +51,11 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "torch": {"gpu"},
     "triton": {"gpu"},
     "safetensors": {"gpu"},
-    "numpy": {"gpu"},
+    "numpy": {"gpu", "loop.grammar", "loop.grammar_worker"},
+    "xgrammar": {"loop.grammar", "loop.grammar_worker"},
     "gguf": {"gpu"},
-    "aiohttp": {"http", "serve"},
+    "aiohttp": {"http", "serve", "run_batch"},
+    "yarl": {"http"},
     "orjson": {"http"},
     "msgspec": {"http"},
     "prometheus_client": {"metrics", "serve"},
@@ -62,22 +65,24 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "huggingface_hub": {"checkpoint"},
     "uvloop": {"__main__"},
     "yaml": {"cli"},
-    "tqdm": {"gpu", "offline"},
+    "tqdm": {"gpu", "offline", "run_batch"},
     "asyncio": {
         "loop.engine",
         "loop.pipeline",
         "loop.channel",
+        "loop.grammar_cache",
         "gpu.executor",
         "gpu.completion",
         "http",
         "serve",
         "__main__",
         "offline",
+        "run_batch",
     },
 }
 """Third parties (and asyncio) → the modules and packages that may import them."""
 
-ONLY_INSIDE_FUNCTIONS = {"transformers", "huggingface_hub", "uvloop"}
+ONLY_INSIDE_FUNCTIONS = {"transformers", "huggingface_hub", "uvloop", "xgrammar"}
 """Importing these costs seconds or brings torch."""
 
 EXEMPT = {("", "offline")}

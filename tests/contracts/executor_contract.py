@@ -18,8 +18,10 @@ from typing import Protocol
 import pytest
 
 from asyncserve.errors import EngineStopped, InvariantError, StepFailed
+from asyncserve.grammar import Grammar
 from asyncserve.request import SamplingParams
 from asyncserve.step import (
+    NO_TOKEN,
     BlockAppend,
     Executor,
     ExecutorInfo,
@@ -28,6 +30,7 @@ from asyncserve.step import (
     StepOutput,
     StepPlan,
 )
+from tests.fakes.grammar import ByteTokens, FakeGrammar
 
 PROMPT = array("i", [5, 6, 7, 8, 9])
 
@@ -59,7 +62,9 @@ class PlanWriter:
         self._computed: dict[int, int] = {}
         self._num_blocks: dict[int, int] = {}
 
-    def admit(self, slot: int, token_ids: "array[int]" = PROMPT) -> StepPlan:
+    def admit(
+        self, slot: int, token_ids: "array[int]" = PROMPT, *, grammar: Grammar | None = None
+    ) -> StepPlan:
         """Return a plan that admits a prompt and computes all of it."""
         assignment = SlotAssignment(
             slot=slot,
@@ -67,6 +72,8 @@ class PlanWriter:
             prompt_len=len(token_ids),
             sampling=SamplingParams(temperature=0.0, max_tokens=8),
             seed=1,
+            stop_token_ids=frozenset() if grammar is None else grammar.stop_token_ids,
+            grammar=grammar,
         )
         self._computed[slot] = self._num_blocks[slot] = 0
         return self._plan(slot, len(token_ids), admitted=(assignment,))
@@ -193,6 +200,23 @@ class ExecutorContract(ABC):
             tokens.extend((await steps.pop(0)).token_ids)
         tokens.extend((await steps.pop()).token_ids)
         assert tokens == expected
+
+    async def test_a_sequence_follows_its_grammar_also_in_a_step_submitted_ahead(
+        self, device: DeviceUnderTest
+    ) -> None:
+        info = await device.executor.start()
+        grammar = FakeGrammar(["012345", "05050505", "12"], ByteTokens(), info.vocab_size)
+        writer = PlanWriter(info)
+        plans = [writer.admit(0, grammar=grammar), *(writer.decode(0) for _ in range(9))]
+        tokens: list[int] = []
+        steps = [submit(device, plans[0])]
+        for plan in plans[1:]:
+            steps.append(submit(device, plan))
+            tokens.extend((await steps.pop(0)).token_ids)
+        tokens.extend((await steps.pop()).token_ids)
+        end = tokens.index(ByteTokens.EOS_ID)
+        assert bytes(tokens[:end]) in grammar.texts
+        assert set(tokens[end + 1 :]) <= {NO_TOKEN}
 
     async def test_a_plan_that_was_pickled_gives_the_same_tokens(self, device: DeviceUnderTest) -> None:
         expected = await undisturbed_tokens(self.make_device(), 0, 2)

@@ -1,5 +1,6 @@
 """The same question has the same answer however the engine serves it: greedy, float32, tiny model."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,16 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(
     max_tokens=24, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True, frequency_penalty=0.4
 )
+
+RESTRICTED = SamplingParams(
+    max_tokens=24,
+    temperature=0.8,
+    seed=3,
+    ignore_eos=True,
+    allowed_token_ids=tuple(range(67, 73)),  # the letters a to f
+    bad_words=("ab", "ba", "cc", "d", "aca", "efe", "fff"),
+)
+"""So few tokens that the words would come at once."""
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +54,9 @@ def answers(
         return [c.outputs[0].token_ids for c in llm.generate(prompts, params, progress=False)]
 
 
-@pytest.fixture(scope="module", params=["greedy", "sampled"])
+@pytest.fixture(scope="module", params=["greedy", "sampled", "restricted"])
 def params(request: pytest.FixtureRequest) -> SamplingParams:
-    return PARAMS if request.param == "greedy" else SAMPLED
+    return {"greedy": PARAMS, "sampled": SAMPLED, "restricted": RESTRICTED}[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +96,15 @@ def test_a_small_pool_really_preempts(model: Path, prompts: list[list[int]]) -> 
     with LLM(str(model), **TINY, num_gpu_blocks_override=12, max_model_len=96) as llm:
         llm.generate(prompts, PARAMS, progress=False)
         assert llm.statistics().num_preemptions > 0
+
+
+def test_restricted_answers_have_allowed_tokens_and_no_bad_words(
+    model: Path, prompts: list[list[int]]
+) -> None:
+    free = dataclasses.replace(RESTRICTED, bad_words=())
+    with LLM(str(model), **TINY, kv_cache_memory_bytes=1 << 22) as llm:
+        for params, expected in ((free, True), (RESTRICTED, False)):
+            texts = [c.outputs[0].text for c in llm.generate(prompts, params, progress=False)]
+            assert {letter for text in texts for letter in text} <= set("abcdef")
+            found = [word for text in texts for word in RESTRICTED.bad_words if word in text]
+            assert bool(found) is expected, found

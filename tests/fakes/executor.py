@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from asyncserve.errors import EngineStopped, StepFailed
 from asyncserve.kv_spec import FullAttention, KVGroup
 from asyncserve.request import TokenLogprobs
-from asyncserve.step import BAD_LOGITS, ExecutorInfo, SlotAssignment, StepOutput, StepPlan
+from asyncserve.step import NO_TOKEN, ExecutorInfo, SlotAssignment, StepOutput, StepPlan
 from tests.contracts.plan_rules import PlanRules
 
 NextToken = Callable[["array[int]", int], int]
-"""(all tokens so far, prompt_len) → the next token, or BAD_LOGITS."""
+"""(all tokens so far, prompt_len) → the next token, or BAD_LOGITS. Where a grammar forbids it, another is
+taken."""
 
 
 def fake_info(
@@ -80,7 +81,7 @@ def fake_logprobs(token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs
 class _Row:
     """A device row. `digest` is the CRC of all its tokens; `is_lost` once a failed step touched it."""
 
-    __slots__ = ("assignment", "digest", "is_lost", "prompt_len", "tables", "token_ids")
+    __slots__ = ("assignment", "digest", "is_lost", "matcher", "prompt_len", "tables", "token_ids")
 
     def __init__(self, assignment: SlotAssignment, num_groups: int) -> None:
         self.assignment = assignment
@@ -89,6 +90,22 @@ class _Row:
         self.digest = zlib.crc32(self.token_ids)
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.is_lost = False
+        self.matcher = None if assignment.grammar is None else assignment.grammar.matcher()
+        for token_id in self.token_ids[self.prompt_len :] if self.matcher is not None else ():
+            assert self.matcher.accept(token_id)
+
+    def follow(self, token_id: int, vocab_size: int) -> int:
+        """Return the token that the grammar allows in place of this one, and move on by it."""
+        assert self.matcher is not None
+        words = array("i", bytes(4 * -(-vocab_size // 32)))
+        self.matcher.fill_mask(memoryview(words))
+        allowed = [each for each in range(vocab_size) if words[each // 32] >> each % 32 & 1]
+        if not allowed:
+            return NO_TOKEN
+        if token_id not in allowed:
+            token_id = allowed[token_id % len(allowed)]
+        assert self.matcher.accept(token_id)
+        return token_id
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -154,7 +171,11 @@ class FakeRunner:
         for assignment in plan.admitted:
             self._rows[assignment.slot] = _Row(assignment, len(self.info.kv_groups))
             sampling = assignment.sampling
-            if sampling.num_logprobs is not None or sampling.num_prompt_logprobs is not None:
+            if (
+                sampling.num_logprobs is not None
+                or sampling.num_prompt_logprobs is not None
+                or assignment.grammar is not None
+            ):
                 self._scored_slots.add(assignment.slot)
         if self._checks:
             for group_id, slot, block_ids in plan.block_appends:
@@ -217,9 +238,11 @@ class FakeRunner:
                 token_id = self._next_token(row.token_ids, row.prompt_len)
             else:
                 token_id = row.digest % vocab_size
+            if row.matcher is not None and token_id >= 0:
+                token_id = row.follow(token_id, vocab_size)
             token_ids.append(token_id)
-            row.append(0 if token_id == BAD_LOGITS else token_id)
-            if sampling.num_logprobs is not None and token_id != BAD_LOGITS:
+            row.append(max(token_id, 0))
+            if sampling.num_logprobs is not None and token_id >= 0:
                 logprobs[slot] = fake_logprobs(token_id, sampling.num_logprobs, vocab_size)
         return StepOutput(
             step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.runner import ModelRunner
+from asyncserve.grammar import Grammar
 from asyncserve.request import SamplingParams
 from asyncserve.step import BlockAppend, ExecutorInfo, ScheduledSequence, SlotAssignment, StepOutput, StepPlan
 from tests.contracts.plan_rules import PlanRules
@@ -42,6 +43,7 @@ class PlanDriver:
         num_shared: int = 0,
         seed: int = 0,
         slot: int | None = None,
+        grammar: Grammar | None = None,
         **sampling: Any,
     ) -> int:
         """Let a sequence enter with the next plan; greedy unless told otherwise. Returns its slot."""
@@ -54,6 +56,8 @@ class PlanDriver:
                 prompt_len=len(token_ids) if prompt_len is None else prompt_len,
                 sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
                 seed=seed,
+                stop_token_ids=frozenset() if grammar is None else grammar.stop_token_ids,
+                grammar=grammar,
             )
         )
         self.known_lens[slot] = self.assigned_lens[slot] = len(token_ids)

@@ -24,6 +24,7 @@ class FakeTokenizer:
     Args:
         vocab_size: At least 260.
         has_chat_template: Whether `render_chat` works.
+        chat_template_text: What is told of the template; `render_chat` does not follow it.
         strips_leading_space: As in the protocol.
         gate: If given, `encode` of a text waits in its thread until it is set. Texts that are encoded in
             place do not wait: they would block the loop.
@@ -34,12 +35,15 @@ class FakeTokenizer:
         *,
         vocab_size: int = 512,
         has_chat_template: bool = True,
+        chat_template_text: str = "{{ messages }}",
         strips_leading_space: bool = False,
         gate: threading.Event | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.strips_leading_space = strips_leading_space
         self.eos_token_ids = frozenset({EOS_ID})
+        self.special_tokens = frozenset(SPECIAL_TEXTS.values())
+        self.chat_template_text = chat_template_text if has_chat_template else None
         self.encoding_threads: list[str] = []
         """Name of the thread of each call of `encode`."""
         self._has_chat_template = has_chat_template

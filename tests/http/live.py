@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import aiohttp
 from aiohttp import web
 
 from asyncserve.http.app import build_app, make_runner
+from asyncserve.http.connection import HeaderLimits
 from asyncserve.loop.engine import Engine
 from tests.fakes.executor import FakeExecutor, NextToken, fake_info
 from tests.fakes.tokenizer import EOS_ID, FakeTokenizer
@@ -143,6 +145,9 @@ async def live_server(
     check_plans: bool = True,
     info: Mapping[str, int] | None = None,
     engine_options: Mapping[str, Any] | None = None,
+    limits: HeaderLimits | None = None,
+    tls: ssl.SSLContext | None = None,
+    client_tls: ssl.SSLContext | None = None,
     **app_options: Any,
 ) -> AsyncIterator[Live]:
     """Serve for the duration of the block.
@@ -154,6 +159,9 @@ async def live_server(
         check_plans: Whether the device checks what it is asked, which takes longer with each token.
         info: Of the fake device, where it is not the default.
         engine_options: Of `Engine`.
+        limits: Of headers.
+        tls: To listen with.
+        client_tls: Of the client.
         app_options: Of `build_app`.
     """
     executor = FakeExecutor(fake_info(**(info or {})), next_token=next_token, check_plans=check_plans)
@@ -166,13 +174,15 @@ async def live_server(
         "metrics_renderer": lambda: b"# none\n",
         **app_options,
     }
-    runner = make_runner(build_app(engine, **app_options), shutdown_timeout_s=0.2)
+    runner = make_runner(build_app(engine, **app_options), shutdown_timeout_s=0.2, limits=limits)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    scheme = "http" if tls is None else "https"
     host, port = runner.addresses[0]
     try:
-        async with aiohttp.ClientSession() as session:
-            yield Live(f"http://{host}:{port}", host, port, session, engine, executor, runner)
+        connector = aiohttp.TCPConnector(ssl=True if client_tls is None else client_tls)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            yield Live(f"{scheme}://{host}:{port}", host, port, session, engine, executor, runner)
     finally:
         if isinstance(engine, Engine):
             await engine.stop()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from asyncserve.errors import InvalidRequest, PromptTooLong
-from asyncserve.http.schema import MAX_FIELDS, MAX_MESSAGES, MAX_TOKEN_IDS
+from asyncserve.http.message_schema import MAX_MESSAGES, MAX_TOOLS
+from asyncserve.http.schema import MAX_FIELDS, MAX_TOKEN_IDS
 from tests.fakes.observer import RecordingObserver
 from tests.fakes.tokenizer import FakeTokenizer
 from tests.http.live import live_server, spell
@@ -17,6 +18,16 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 PROMPT = {"prompt": "ab"}
 MESSAGES = {"messages": USER}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
 
 BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     # prompts
@@ -72,7 +83,63 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
         "continue_final_message",
     ),
     (CHAT, {**MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs"),
-    (CHAT, {**MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+    (CHAT, {**MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {**MESSAGES, "chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs"),
+    (CHAT, {**MESSAGES, "chat_template": "{{ messages }}"}, "chat_template"),
+    (CHAT, {**MESSAGES, "documents": ["a"]}, "documents"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}]},
+        "messages[0].tool_calls",
+    ),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content"),
+    # tools
+    (CHAT, {**MESSAGES, "tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    (CHAT, {**MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {**MESSAGES, "tools": [{"type": "function", "function": {}}]}, "tools"),
+    (CHAT, {**MESSAGES, "tools": [named("a b")]}, "tools[0].function.name"),
+    (CHAT, {**MESSAGES, "tools": [named("")]}, "tools[0].function.name"),
+    (CHAT, {**MESSAGES, "tools": [named("f"), named("f")]}, "tools[1].function.name"),
+    (CHAT, {**MESSAGES, "tools": [named("f")] * (MAX_TOOLS + 1)}, "tools"),
+    (CHAT, {**MESSAGES, "tools": [named("f")], "functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {**MESSAGES, "functions": [{"name": "f g"}]}, "functions[0].name"),
+    (CHAT, {**MESSAGES, "tools": [named("f")], "tool_choice": "any"}, "tool_choice"),
+    (CHAT, {**MESSAGES, "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {**MESSAGES, "tool_choice": named("f")}, "tool_choice"),
+    (CHAT, {**MESSAGES, "tools": [named("f")], "tool_choice": named("g")}, "tool_choice"),
+    (CHAT, {**MESSAGES, "tools": [named("f")], "tool_choice": {"type": "custom"}}, "tool_choice"),
+    (CHAT, {**MESSAGES, "tools": [named("f")], "tool_choice": {"type": "function"}}, "tool_choice"),
+    (CHAT, {**MESSAGES, "tools": [named("f")], "tool_choice": allowed("auto", "g")}, "tool_choice"),
+    (CHAT, {**MESSAGES, "tools": [named("f")], "tool_choice": allowed("auto")}, "tool_choice"),
+    (CHAT, {**MESSAGES, "tools": [named("f")], "tool_choice": allowed("none", "f")}, "tool_choice"),
+    (CHAT, {**MESSAGES, "function_call": {"name": "f"}}, "function_call"),
+    (
+        CHAT,
+        {
+            **MESSAGES,
+            "tools": [named("f")],
+            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
+        },
+        "tool_choice",
+    ),
+    # the answer's shape
+    (CHAT, {**MESSAGES, "response_format": {"type": "xml"}}, "response_format"),
+    (CHAT, {**MESSAGES, "response_format": {}}, "response_format"),
+    (CHAT, {**MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
+    (CHAT, {**MESSAGES, "response_format": {"type": "structural_tag"}}, "response_format"),
+    (CHAT, {**MESSAGES, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    (CHAT, {**MESSAGES, "structured_outputs": {"choice": []}}, "structured_outputs"),
+    (
+        CHAT,
+        {
+            **MESSAGES,
+            "structured_outputs": {"regex": "a"},
+            "response_format": {"type": "json_object"},
+        },
+        "structured_outputs",
+    ),
     # limits
     (COMPLETIONS, {**PROMPT, "max_tokens": 0}, "max_tokens"),
     (COMPLETIONS, {**PROMPT, "max_tokens": -1}, "max_tokens"),
@@ -112,7 +179,36 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {**PROMPT, "logit_bias": {"5": "x"}}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logit_bias": [5]}, "logit_bias"),
     (COMPLETIONS, {**PROMPT, "logit_bias": dict.fromkeys(range(MAX_TOKEN_IDS + 1), 1)}, "logit_bias"),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": []}, "allowed_token_ids"),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [512]}, "allowed_token_ids"),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [5, -1]}, "allowed_token_ids"),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [2**70]}, "allowed_token_ids"),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [2**31]}, "allowed_token_ids"),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": "5"}, "allowed_token_ids"),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids"),
+    (COMPLETIONS, {**PROMPT, "allowed_token_ids": [257], "min_tokens": 1}, "allowed_token_ids"),
+    (CHAT, {**MESSAGES, "allowed_token_ids": [600]}, "allowed_token_ids"),
+    (COMPLETIONS, {**PROMPT, "bad_words": [""]}, "bad_words"),
+    (COMPLETIONS, {**PROMPT, "bad_words": "a"}, "bad_words"),
+    (COMPLETIONS, {**PROMPT, "bad_words": [5]}, "bad_words"),
+    (COMPLETIONS, {**PROMPT, "bad_words": ["a"] * 1025}, "bad_words"),
+    (CHAT, {**MESSAGES, "bad_words": ["a" * 4097]}, "bad_words"),
+    (COMPLETIONS, {**PROMPT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    (COMPLETIONS, {**PROMPT, "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    (COMPLETIONS, {**PROMPT, "truncate_prompt_tokens": 2**70}, "truncate_prompt_tokens"),
+    (CHAT, {**MESSAGES, "truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
     # what comes back
+    (COMPLETIONS, {**PROMPT, "prompt_logprobs": 21}, "prompt_logprobs"),
+    (COMPLETIONS, {**PROMPT, "prompt_logprobs": -2}, "prompt_logprobs"),
+    (COMPLETIONS, {**PROMPT, "prompt_logprobs": True}, "prompt_logprobs"),
+    (COMPLETIONS, {**PROMPT, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    (COMPLETIONS, {**PROMPT, "return_token_ids": 1}, "return_token_ids"),
+    (COMPLETIONS, {**PROMPT, "return_tokens_as_token_ids": "yes"}, "return_tokens_as_token_ids"),
+    (COMPLETIONS, {**PROMPT, "echo": True, "max_tokens": -1}, "max_tokens"),
+    (COMPLETIONS, {**PROMPT, "guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+    (COMPLETIONS, {**PROMPT, "guided_choice": []}, "guided_choice"),
+    (COMPLETIONS, {**PROMPT, "guided_json": "{"}, "guided_json"),
+    (COMPLETIONS, {**PROMPT, "structured_outputs": {}}, "structured_outputs"),
     (COMPLETIONS, {**PROMPT, "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {**PROMPT, "logprobs": -1}, "logprobs"),
     (COMPLETIONS, {**PROMPT, "logprobs": True}, "logprobs"),
@@ -134,13 +230,13 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {**PROMPT, "suffix": "x"}, "suffix"),
     (COMPLETIONS, {**PROMPT, "best_of": 2}, "best_of"),
     (COMPLETIONS, {**PROMPT, "use_beam_search": True}, "use_beam_search"),
-    (COMPLETIONS, {**PROMPT, "prompt_logprobs": 1}, "prompt_logprobs"),
-    (CHAT, {**MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    (CHAT, {**MESSAGES, "tool_choice": "auto"}, "tool_choice"),
-    (CHAT, {**MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {**MESSAGES, "structured_outputs": {"json": {}}}, "structured_outputs"),
-    (CHAT, {**MESSAGES, "functions": [{"name": "f"}]}, "functions"),
-    (CHAT, {**MESSAGES, "echo": True}, "echo"),
+    (CHAT, {**MESSAGES, "prompt_logprobs": 21}, "prompt_logprobs"),
+    (CHAT, {**MESSAGES, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    (COMPLETIONS, {**PROMPT, "tools": [named("f")]}, "tools"),
+    (COMPLETIONS, {**PROMPT, "chat_template": "x"}, "chat_template"),
+    (CHAT, {**MESSAGES, "audio": {"voice": "alloy"}}, "audio"),
+    (CHAT, {**MESSAGES, "modalities": ["text", "audio"]}, "modalities"),
+    (CHAT, {**MESSAGES, "web_search_options": {}}, "web_search_options"),
     # tokenization
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from asyncserve import __version__
 from tests.fakes.tokenizer import EOS_ID, FakeTokenizer
 from tests.http.live import MODEL, live_server, spell
 
@@ -17,6 +18,7 @@ async def test_answer_has_openais_shape() -> None:
     assert body == {
         "object": "chat.completion",
         "model": MODEL,
+        "system_fingerprint": f"asyncserve-{__version__}",
         "choices": [
             {
                 "index": 0,
@@ -114,6 +116,29 @@ async def test_logprobs_have_the_vocabularys_bytes() -> None:
     assert first["top_logprobs"] == [{"token": replacement, "logprob": -0.25, "bytes": [0xC3]}]
     assert all(entry["top_logprobs"] == [] for entry in bare["logprobs"]["content"])
     assert choice["message"]["content"] == "é"
+
+
+async def test_tokens_are_named_by_their_ids_if_that_is_asked() -> None:
+    async with live_server(next_token=spell("a")) as live:
+        fields = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+        [choice] = (await live.chat(**fields)).json["choices"]
+    first, end = choice["logprobs"]["content"]
+    assert (first["token"], first["bytes"]) == ("token_id:97", [97])
+    assert first["top_logprobs"][0]["token"] == "token_id:97"
+    assert end["token"] == f"token_id:{EOS_ID}"
+
+
+async def test_prompt_tokens_have_their_scores_if_that_is_asked() -> None:
+    async with live_server(next_token=spell("a")) as live:
+        body = (await live.chat(prompt_logprobs=1, n=2, return_token_ids=True)).json
+    prompt = body["prompt_token_ids"]
+    first, *others = body["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(prompt) - 1
+    for token_id, scores in zip(prompt[1:], others, strict=True):
+        assert scores[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
+    [second] = {text["decoded_token"] for text in [others[0][str(prompt[1])]]}
+    assert second == "<turn>"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +241,9 @@ async def test_earlier_tool_calls_are_shown_to_the_template_with_their_arguments
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "1"},
     ]
-    async with live_server(next_token=spell("x", then=EOS_ID), tokenizer=Recorder()) as live:
+    tokenizer = Recorder(chat_template_text="{{ tools }}")
+    async with live_server(next_token=spell("x", then=EOS_ID), tokenizer=tokenizer) as live:
         assert (await live.chat(messages=messages)).status == 200
+    assert seen[1]["content"] == ""
     assert seen[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert seen[2] == {"role": "tool", "content": "2", "tool_call_id": "1"}

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from asyncserve import __version__
 from tests.fakes.executor import fake_continuation
 from tests.fakes.tokenizer import BOS_ID, EOS_ID, FakeTokenizer
 from tests.http.live import MODEL, Answer, live_server, spell
@@ -18,6 +19,7 @@ async def test_answer_has_openais_shape() -> None:
     assert body == {
         "object": "text_completion",
         "model": MODEL,
+        "system_fingerprint": f"asyncserve-{__version__}",
         "choices": [
             {"index": 0, "text": "xyz", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
         ],
@@ -234,6 +236,14 @@ def _joined(answer: Answer, is_stream: bool) -> tuple[str, list[str], list[int]]
         {"skip_special_tokens": False},
         {"echo": True, "logprobs": 1, "prompt": ["ab", "c"]},
         {"ignore_eos": True, "max_tokens": 20},
+        {"return_token_ids": True},
+        {"return_token_ids": True, "n": 2, "prompt": ["ab", "c"], "stop": "ef"},
+        {"return_token_ids": True, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True},
+        {"echo": True, "max_tokens": 0},
+        {"echo": True, "max_tokens": 0, "logprobs": 2, "n": 2, "return_token_ids": True},
+        {"echo": True, "truncate_prompt_tokens": 2, "prompt": ["abc", "d"], "logprobs": 0},
+        {"bad_words": ["cd"], "allowed_token_ids": [97, 98]},
+        {"spaces_between_special_tokens": False},
     ],
 )
 async def test_stream_joined_equals_the_answer_in_one_piece(fields: dict[str, Any]) -> None:
@@ -255,6 +265,9 @@ async def test_stream_joined_equals_the_answer_in_one_piece(fields: dict[str, An
         known["text"] += choice["text"]
         known["finish_reason"] = choice["finish_reason"]
         known["stop_reason"] = choice["stop_reason"]
+        assert "prompt_token_ids" not in choice, "the prompt's ids come once"
+        if "token_ids" in choice:
+            known["token_ids"] += choice["token_ids"]
         if choice["logprobs"] is not None:
             for name, values in choice["logprobs"].items():
                 known["logprobs"][name] += values
@@ -319,6 +332,8 @@ async def test_every_sampling_field_reaches_the_device() -> None:
         "ignore_eos": True,
         "skip_special_tokens": False,
         "max_tokens": 3,
+        "allowed_token_ids": [5, 6, 97, 97],
+        "bad_words": [" ab", "c"],
     }
     async with live_server() as live:
         await live.complete(**fields, logit_bias={"5": -1, "6": 2.5})
@@ -329,7 +344,10 @@ async def test_every_sampling_field_reaches_the_device() -> None:
         **fields,
         "stop": ("s",),
         "stop_token_ids": (7,),
+        "allowed_token_ids": (5, 6, 97, 97),
+        "bad_words": (" ab", "c"),
     }
+    assert assignment.bad_words == ((97, 98), (32, 97, 98), (99,), (32, 99))
 
 
 async def test_a_failed_step_answers_500_or_ends_the_stream_with_an_error_event() -> None:
@@ -381,3 +399,165 @@ async def test_one_bad_prompt_among_several_refuses_them_all() -> None:
         answer = await live.complete(prompt=["a", "b" * 500, "c"], n=2)
         assert answer.status == 400
         await live.until_running(0)
+
+
+def scored(token_id: int, text: str, *rivals: tuple[int, str]) -> dict[str, Any]:
+    """One entry of `prompt_logprobs`, as the fake device scores."""
+    return {
+        str(each): {"logprob": -0.25 * (rank + 1), "rank": rank + 1, "decoded_token": name}
+        for rank, (each, name) in enumerate([(token_id, text), *rivals])
+    }
+
+
+async def test_prompt_logprobs_have_null_and_then_each_token_with_its_rivals() -> None:
+    async with live_server(next_token=spell("x")) as live:
+        [none] = (await live.complete(prompt="aé", prompt_logprobs=0)).json["choices"]
+        choices = (await live.complete(prompt=["a", "b"], prompt_logprobs=2, n=2)).json["choices"]
+    bad = "\N{REPLACEMENT CHARACTER}"
+    assert none["prompt_logprobs"] == [None, scored(97, "a"), scored(0xC3, bad), scored(0xA9, bad)]
+    assert none["text"] == "x"
+    assert none["logprobs"] is None
+    a, b = scored(97, "a", (98, "b")), scored(98, "b", (99, "c"))
+    assert [choice["prompt_logprobs"] for choice in choices] == [[None, each] for each in (a, a, b, b)]
+
+
+async def test_prompt_logprobs_of_minus_one_are_as_many_as_the_server_gives() -> None:
+    async with live_server(next_token=spell("x"), max_logprobs=3) as live:
+        [choice] = (await live.complete(prompt="a", prompt_logprobs=-1)).json["choices"]
+        refused = await live.complete(prompt="a", prompt_logprobs=4)
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [3]
+    assert (refused.status, refused.error["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize(("num_prompt", "num_echoed"), [(3, 1), (1, 3), (0, 2)])
+async def test_prompt_logprobs_and_echoed_logprobs_have_each_as_many_rivals_as_were_asked_for(
+    num_prompt: int, num_echoed: int
+) -> None:
+    async with live_server(next_token=spell("x")) as live:
+        answer = await live.complete(prompt_logprobs=num_prompt, echo=True, logprobs=num_echoed)
+    [choice] = answer.json["choices"]
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [max(1, num_prompt)] * 2
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:]] == [num_echoed] * 4
+
+
+async def test_token_ids_of_prompt_and_output_are_returned_and_held_back_text_costs_none() -> None:
+    async with live_server(next_token=spell("é!")) as live:
+        [whole] = (await live.complete(return_token_ids=True)).json["choices"]
+        *events, _ = (await live.complete(return_token_ids=True, stream=True)).events
+        [without] = (await live.complete()).json["choices"]
+    assert whole["prompt_token_ids"] == [BOS_ID, 97, 98]
+    assert whole["token_ids"] == [0xC3, 0xA9, ord("!"), EOS_ID]
+    choices = [event["choices"][0] for event in events]
+    assert choices[0]["prompt_token_ids"] == [BOS_ID, 97, 98]
+    assert [(choice["text"], choice["token_ids"]) for choice in choices] == [
+        ("", [0xC3]),
+        ("é", [0xA9]),
+        ("!", [ord("!")]),
+        ("", [EOS_ID]),
+    ]
+    assert not {"token_ids", "prompt_token_ids"} & set(without)
+
+
+async def test_tokens_of_log_probabilities_can_be_named_by_their_ids() -> None:
+    async with live_server(next_token=spell("x")) as live:
+        fields = {"prompt": "<turn>a", "echo": True, "logprobs": 2}
+        [texts] = (await live.complete(**fields)).json["choices"]
+        [ids] = (await live.complete(**fields, return_tokens_as_token_ids=True)).json["choices"]
+    names = [f"token_id:{token_id}" for token_id in (BOS_ID, 258, 97, ord("x"), EOS_ID)]
+    assert ids["logprobs"]["tokens"] == names
+    assert ids["logprobs"]["top_logprobs"][2] == {"token_id:97": -0.25, "token_id:98": -0.5}
+    for name in ("token_logprobs", "text_offset"):
+        assert ids["logprobs"][name] == texts["logprobs"][name]
+    assert ids["text"] == texts["text"]
+
+
+async def test_max_tokens_of_zero_with_echo_gives_the_prompt_alone() -> None:
+    async with live_server(next_token=spell("xyz")) as live:
+        body = (await live.complete(prompt=["ab", "c"], echo=True, max_tokens=0, logprobs=1, n=2)).json
+        options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        events = (await live.complete(echo=True, max_tokens=0, **options)).events
+    assert [choice["text"] for choice in body["choices"]] == ["ab", "ab", "c", "c"]
+    for choice in body["choices"]:
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+        num_tokens = len(choice["text"]) + 1
+        assert choice["logprobs"]["tokens"] == ["<bos>", *choice["text"]]
+        assert {len(values) for values in choice["logprobs"].values()} == {num_tokens}
+        assert choice["logprobs"]["token_logprobs"][0] is None
+    assert body["usage"]["completion_tokens"] == 0
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] == 5
+    assert "".join(choice["text"] for event in events[:-1] for choice in event["choices"]) == "ab"
+    assert {event["usage"]["completion_tokens"] for event in events[:-1]} == {0}
+
+
+async def test_a_harness_finds_the_likelihood_of_a_continuation() -> None:
+    # As lm-eval's local-completions asks and reads.
+    async with live_server(next_token=spell("x")) as live:
+        answer = await live.complete(
+            prompt=[[97, 98, 99], [97, 98]], temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
+        )
+    for choice, num_tokens in zip(answer.json["choices"], (3, 2), strict=True):
+        lists = choice["logprobs"]
+        assert len(lists["token_logprobs"]) == len(lists["top_logprobs"]) == num_tokens + 1
+        assert sum(lists["token_logprobs"][1:-1]) == -0.25 * (num_tokens - 1)
+        assert all(max(top.values()) == -0.25 for top in lists["top_logprobs"][1:-1])
+
+
+async def test_only_the_last_tokens_of_a_prompt_are_kept_and_counted_and_echoed() -> None:
+    fields = {"truncate_prompt_tokens": 4, "echo": True, "logprobs": 0, "return_token_ids": True}
+    async with live_server(next_token=spell("z")) as live:
+        body = (await live.complete(prompt=["abcdef", "xy"], **fields)).json
+        [of_ids] = (await live.complete(prompt=list(b"abcde"), **fields)).json["choices"]
+        special = (await live.complete(prompt="<turn>é", truncate_prompt_tokens=20, echo=True)).json
+    kept = [list(b"cdef"), [BOS_ID, *b"xy"]]
+    assert [choice["prompt_token_ids"] for choice in body["choices"]] == kept
+    assert [choice["text"] for choice in body["choices"]] == ["cdefz", "xyz"]
+    assert (of_ids["prompt_token_ids"], of_ids["text"]) == (list(b"bcde"), "bcdez")
+    assert body["choices"][0]["logprobs"]["tokens"] == ["c", "d", "e", "f", "z", "<eos>"]
+    assert body["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5]
+    assert body["usage"]["prompt_tokens"] == 7
+    assert special["choices"][0]["text"] == "<turn>éz"
+
+
+async def test_a_prompt_of_any_length_fits_when_it_may_be_truncated() -> None:
+    async with live_server(next_token=spell("z" * 500)) as live:
+        texts = await live.complete(prompt="a" * 100_000, truncate_prompt_tokens=-1, max_tokens=28)
+        tokens = await live.complete(prompt=[97] * 1000, truncate_prompt_tokens=-1)
+        chat = await live.chat(truncate_prompt_tokens=5, max_tokens=2)
+        too_many = await live.complete(prompt="a" * 1000, truncate_prompt_tokens=200)
+    assert texts.json["usage"]["prompt_tokens"] == 100
+    assert texts.json["usage"]["completion_tokens"] == 28
+    assert tokens.json["usage"]["prompt_tokens"] == 112
+    assert chat.json["usage"]["prompt_tokens"] == 5
+    assert (too_many.status, too_many.error["param"]) == (400, "prompt")
+
+
+async def test_log_probabilities_of_a_prompt_in_chunks_are_all_there() -> None:
+    async with live_server(next_token=spell("z"), info={"max_num_batched_tokens": 7}) as live:
+        answer = await live.complete(prompt="a" * 60, truncate_prompt_tokens=40, prompt_logprobs=0)
+    assert len(answer.json["choices"][0]["prompt_logprobs"]) == 40
+
+
+async def test_a_long_list_of_allowed_tokens_is_taken() -> None:
+    async with live_server(next_token=spell("x")) as live:
+        answer = await live.complete(allowed_token_ids=list(range(512)) * 256)
+        assert answer.status == 200
+        answer = await live.complete(allowed_token_ids=[1] * (128 * 1024 + 1))
+    assert (answer.status, answer.error["param"]) == (400, "allowed_token_ids")
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"best_of": 2}, "n gives several"),
+        ({"use_beam_search": True}, "not implemented yet"),
+        ({"suffix": "x"}, "fills no gaps"),
+        ({"truncation_side": "right"}, "left"),
+        ({"regex": "a"}, "structured_outputs.regex"),
+        ({"stream_interval": 4}, "not supported"),
+    ],
+)
+async def test_what_does_not_exist_says_so(fields: dict[str, Any], word: str) -> None:
+    async with live_server() as live:
+        answer = await live.complete(**fields)
+    assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))
+    assert word in answer.error["message"]

@@ -187,10 +187,10 @@ async def test_impossible_expectation_is_refused_in_the_usual_shape() -> None:
 
 async def test_unknown_path_and_wrong_method_are_refused_in_the_usual_shape() -> None:
     async with live_server() as live:
-        missing = await live.call("/v1/embeddings", {})
+        missing = await live.call("/v1/nowhere", {})
         wrong = await live.call("/v1/completions")
         assert missing.status == 404
-        assert "/v1/embeddings" in missing.error["message"]
+        assert "/v1/nowhere" in missing.error["message"]
         assert wrong.status == 405
         assert wrong.headers["Allow"] == "POST"
         assert wrong.error["code"] == "method_not_allowed"
@@ -286,3 +286,13 @@ async def test_accepted_sockets_have_a_bounded_send_buffer() -> None:
             sock = connection.transport.get_extra_info("socket")
             # Linux doubles what is asked, for its own book-keeping.
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * 256 * 1024
+
+
+@pytest.mark.parametrize("version", ["1.2", "2.0"])
+async def test_a_request_that_claims_a_later_version_is_answered_in_1_1_and_closed(version: str) -> None:
+    """Its answer began with `HTTP/2.0`, which no client reads."""
+    async with live_server(next_token=spell("x")) as live:
+        reader, writer = await live.raw(http_request("/v1/completions", WHOLE, version=version))
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 400 ", b"HTTP/1.0 400 ")), answer[:100]

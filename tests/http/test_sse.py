@@ -15,6 +15,8 @@ from asyncserve.http.sse import (
     EventStream,
     StreamEnd,
     StreamSink,
+    data_event,
+    named_event,
 )
 from asyncserve.request import FinishReason, RequestOutput, Usage
 from tests.http.live import until
@@ -23,20 +25,21 @@ from tests.http.live import until
 class Renderer:
     """Shapes that are easy to read: `3:text`, `3:text!stop`."""
 
-    def frame(self, index: int) -> tuple[bytes, bytes]:
-        return b"%d:" % index, b""
+    def frame(self, index: int) -> tuple[bytes, bytes] | None:
+        return b"data: %d:" % index, b"\n\n"
 
     def events(
         self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | None
     ) -> list[bytes]:
         end = f"!{output.finish_reason.value}" if output.finish_reason is not None else ""
-        return [f"{index}:{'^' if is_first else ''}{output.text}{end}".encode()]
+        return [data_event(f"{index}:{'^' if is_first else ''}{output.text}{end}".encode())]
 
     def last_events(self, usages: Sequence[Usage]) -> list[bytes]:
-        return [b"%d tokens" % sum(usage.num_output_tokens for usage in usages), b"[DONE]"]
+        num_tokens = sum(usage.num_output_tokens for usage in usages)
+        return [data_event(b"%d tokens" % num_tokens), data_event(b"[DONE]")]
 
     def error(self, error: BaseException) -> bytes:
-        return f"error {error}".encode()
+        return data_event(f"error {error}".encode())
 
 
 class Transport(asyncio.Transport):
@@ -113,6 +116,22 @@ async def test_one_write_per_output() -> None:
     assert events(transport) == ["0:^a", "0:b", "0:c", "0:d!stop", "5 tokens", "[DONE]"]
     assert len(transport.writes) == 4
     assert stream.ended.result() is StreamEnd.COMPLETE
+
+
+async def test_renderer_without_a_frame_is_given_all_output() -> None:
+    class Frameless(Renderer):
+        def frame(self, index: int) -> tuple[bytes, bytes] | None:
+            return None
+
+    _, transport, [sink] = make(1, renderer=Frameless(), is_chunked=True)
+    sink.put(output("a"))
+    sink.put(output("b"))
+    sink.put(output(""))
+    assert transport.writes[1:] == [b"b\r\ndata: 0:b\n\n\r\n", b"a\r\ndata: 0:\n\n\r\n"]
+
+
+async def test_named_event_has_its_name_on_a_line_before_its_data() -> None:
+    assert named_event(b"ping", b"{}") == b"event: ping\ndata: {}\n\n"
 
 
 async def test_chunks_carry_their_length_in_hex() -> None:

@@ -115,3 +115,76 @@ async def test_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:
         async with live_server(access_log=False) as live:
             await live.call("/version")
     assert not [record for record in caplog.records if record.name == "asyncserve.http.access"]
+
+
+async def test_paths_can_be_left_out_of_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="asyncserve.http.access"):
+        async with live_server(unlogged_paths=("/version", "/metrics")) as live:
+            for path in ("/version", "/v1/models", "/metrics?a=b"):
+                await live.call(path)
+    lines = [record.getMessage() for record in caplog.records if record.name == "asyncserve.http.access"]
+    assert [line.split()[1] for line in lines] == ["/v1/models"]
+
+
+async def test_access_log_has_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        async with live_server(api_keys=("the-key",)) as live:
+            for headers in ({"Authorization": "Bearer the-key"}, {"X-Api-Key": "wrong-key"}):
+                await live.call("/version?api_key=query-key", headers=headers)
+    assert "GET /version 200" in caplog.text
+    assert "GET /version 401" in caplog.text
+    assert "-key" not in caplog.text
+
+
+async def test_load_counts_what_runs_and_what_waits() -> None:
+    async with live_server(next_token=spell("x" * 50), info={"num_slots": 2}) as live:
+        idle = (await live.call("/load")).json
+        live.executor.hold()
+        running = asyncio.create_task(live.complete(n=3))
+        await live.until_running(3)
+        await live.until_step_waits()
+        busy = (await live.call("/load")).json
+        live.executor.resume()
+        await running
+    assert idle == {
+        "server_load": 0,
+        "num_running": 0,
+        "num_waiting": 0,
+        "max_num_seqs": 2,
+        "kv_cache_usage": 0.0,
+    }
+    assert (busy["server_load"], busy["num_running"], busy["num_waiting"]) == (3, 2, 1)
+    assert 0 < busy["kv_cache_usage"] <= 1
+
+
+async def test_server_info_tells_options_versions_and_sizes() -> None:
+    shown = {"config": {"model": "m"}, "versions": {"python": "3"}}
+    async with live_server(server_info=shown, default_sampling={"temperature": 0.5}) as live:
+        info = (await live.call("/server_info")).json
+    assert info["config"] == {"model": "m"}
+    assert info["versions"] == {"python": "3"}
+    assert info["version"] == asyncserve.__version__
+    assert info["model_names"] == [MODEL, "alias/of-it"]
+    assert info["default_sampling"] == {"temperature": 0.5}
+    assert info["max_model_len"] == 128
+    [group] = info["kv_cache"]
+    assert group["num_bytes"] == group["num_blocks"] * live.engine.info.kv_groups[0].bytes_per_block
+
+
+async def test_tokenizer_info_tells_special_tokens_and_template() -> None:
+    async with live_server() as live:
+        info = (await live.call("/tokenizer_info")).json
+    assert info == {
+        "tokenizer_class": "FakeTokenizer",
+        "vocab_size": 512,
+        "model_max_length": 128,
+        "eos_token_ids": [257],
+        "special_tokens": ["<bos>", "<end>", "<eos>", "<turn>"],
+        "chat_template": "{{ messages }}",
+    }
+
+
+async def test_what_needs_the_model_is_not_told_while_it_loads() -> None:
+    async with live_server(is_started=False) as live:
+        for path in ("/load", "/server_info", "/tokenizer_info"):
+            assert (await live.call(path)).status == 503, path

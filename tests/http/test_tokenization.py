@@ -41,3 +41,17 @@ async def test_long_prompt_is_tokenized_off_the_loop() -> None:
         answer = await live.call("/tokenize", {"prompt": "a" * 500_000})
         assert answer.json["count"] == 500_001
         assert "MainThread" not in live.engine.tokenizer.encoding_threads
+
+
+async def test_messages_are_tokenized_with_tools_and_special_tokens_as_chat_would() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    messages = [{"role": "user", "content": "a"}]
+    async with live_server() as live:
+        plain = (await live.call("/tokenize", {"messages": messages})).json
+        special = (await live.call("/tokenize", {"messages": messages, "add_special_tokens": True})).json
+        tools = (await live.call("/tokenize", {"messages": messages, "tools": [tool]})).json
+        bad = await live.call("/tokenize", {"messages": messages, "tools": [{"type": "custom"}]})
+        text = (await live.call("/detokenize", {"tokens": tools["tokens"]})).json["prompt"]
+    assert special["tokens"] == [BOS_ID, *plain["tokens"]]
+    assert '"name": "f"' in text
+    assert (bad.status, bad.error["param"]) == (400, "tools[0].type")

@@ -1,3 +1,4 @@
+import dataclasses
 from array import array
 from collections.abc import Mapping
 from itertools import count
@@ -12,6 +13,7 @@ from asyncserve.loop.admission import (
     SMALL_TOKENS_LEN,
     Admission,
     is_long,
+    is_quick,
     is_small,
     prompt_field,
     seed_of_choice,
@@ -38,8 +40,14 @@ def admission(*, has_chat_template: bool = True, vocab_size: int = 512) -> Admis
     )
 
 
-def request(prompt: Prompt, **sampling: Any) -> Request:
-    return Request(request_id="r", prompt=prompt, sampling=SamplingParams(**sampling), arrival_s=0.0)
+def request(prompt: Prompt, *, truncate: int | None = None, **sampling: Any) -> Request:
+    return Request(
+        request_id="r",
+        prompt=prompt,
+        sampling=SamplingParams(**sampling),
+        arrival_s=0.0,
+        truncate_prompt_tokens=truncate,
+    )
 
 
 def tokens(num_tokens: int) -> TokensPrompt:
@@ -119,6 +127,15 @@ def test_output_length_is_what_was_asked_or_what_fits(
     prompt_len: int, max_tokens: int | None, expected: int
 ) -> None:
     (sequence,) = admit(request(tokens(prompt_len), max_tokens=max_tokens))
+    assert sequence.max_output_len == expected
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(5, 5), (10**9, MAX_LEN - 60), (None, MAX_LEN - 60)])
+def test_output_limit_is_cut_to_what_is_left_for_those_who_want_it_so(
+    max_tokens: int | None, expected: int
+) -> None:
+    asked = dataclasses.replace(request(tokens(60), max_tokens=max_tokens), cuts_max_tokens=True)
+    (sequence,) = admit(asked)
     assert sequence.max_output_len == expected
 
 
@@ -213,7 +230,121 @@ def test_only_small_prompts_are_encoded_in_place() -> None:
     assert not is_small(chat({"role": "user", "content": "a"}))
 
 
+def test_rendered_conversation_is_taken_as_the_text_it_is() -> None:
+    messages = ({"role": "user", "content": "a"},)
+    rendered = ChatPrompt(messages=messages, rendered="xy", add_special_tokens=True)
+    assert is_small(rendered)
+    assert list(admission().encode_prompt(request(rendered))) == [BOS_ID, *b"xy"]
+    assert not is_small(ChatPrompt(messages=messages, rendered="x" * (SMALL_TEXT_LEN + 1)))
+    assert is_long(ChatPrompt(messages=messages, rendered="x" * (LONG_TEXT_LEN + 1)))
+
+
 def test_errors_name_the_field_the_prompt_came_from() -> None:
     assert prompt_field(chat()) == "messages"
     assert prompt_field(TextPrompt(text="")) == "prompt"
     assert prompt_field(tokens(1)) == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "truncate", "expected"),
+    [
+        (TextPrompt(text="abc"), 2, [98, 99]),
+        (TextPrompt(text="abc"), 4, [BOS_ID, 97, 98, 99]),
+        (TextPrompt(text="abc"), 9, [BOS_ID, 97, 98, 99]),
+        (TokensPrompt(token_ids=[5, 6, 7]), 1, [7]),
+        (TokensPrompt(token_ids=[600, 6, 7]), 2, [6, 7]),  # what is cut off is not looked at
+        (TokensPrompt(token_ids=[9] * 1000), 3, [9] * 3),
+        (chat({"role": "user", "content": "a"}), 3, list(b"nt:")),
+    ],
+)
+def test_a_truncated_prompt_keeps_its_last_tokens(prompt: Prompt, truncate: int, expected: list[int]) -> None:
+    assert list(admission().encode_prompt(request(prompt, truncate=truncate))) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"), [(30, MAX_LEN - 30), (None, MAX_LEN - 1), (MAX_LEN + 5, 1)]
+)
+def test_minus_one_keeps_as_many_prompt_tokens_as_leave_room_for_the_output(
+    max_tokens: int | None, expected: int
+) -> None:
+    for prompt in (tokens(500), TextPrompt(text="a" * 5000)):
+        asked = request(prompt, truncate=-1, max_tokens=max_tokens)
+        assert len(admission().encode_prompt(asked)) == expected
+
+
+def test_minus_one_leaves_room_for_the_output_length_nobody_asked_for() -> None:
+    assert len(admission().encode_prompt(request(tokens(500), truncate=-1))) == MAX_LEN - 16
+
+
+def test_of_a_long_text_only_the_end_is_encoded_and_its_tokens_are_those_of_the_whole() -> None:
+    lengths: list[int] = []
+
+    class Counting(FakeTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
+            lengths.append(len(text))
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    subject = admission()
+    subject.tokenizer = Counting()
+    text = "abcdefg" * 10_000
+    kept = subject.encode_prompt(request(TextPrompt(text=text), truncate=50))
+    assert bytes(kept.tolist()) == text[-50:].encode()
+    assert lengths[0] <= 2 * MAX_LEN * 7  # no token of the fake has more bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ab"], [(97, 98), (32, 97, 98)]),
+        (["  ab"], [(97, 98), (32, 97, 98)]),
+        (["a", "a", " a"], [(97,), (32, 97)]),
+        (["\n"], [(10,)]),
+        (["<end>"], [(END_TURN_ID,), (32, END_TURN_ID)]),
+        ([], []),
+    ],
+)
+def test_a_bad_word_is_spelled_with_a_space_before_it_and_without(
+    words: list[str], expected: list[tuple[int, ...]]
+) -> None:
+    assert list(admission().encode_bad_words(request(tokens(1), bad_words=words))) == expected
+
+
+def test_a_bad_word_that_the_model_has_no_tokens_for_is_left_out_and_one_that_is_no_text_is_refused() -> None:
+    small = admission(vocab_size=100)
+    assert small.encode_bad_words(request(tokens(1), bad_words=["ax", "b"])) == ((98,), (32, 98))
+    with pytest.raises(InvalidRequest) as caught:
+        small.encode_bad_words(request(tokens(1), bad_words=["\ud800"]))
+    assert caught.value.param == "bad_words"
+
+
+def test_allowed_tokens_must_be_in_the_vocabulary_and_not_all_forbidden() -> None:
+    subject = admission()
+    for bad in ([5, 512], [2**31], [2**40]):
+        with pytest.raises(InvalidRequest) as caught:
+            subject.encode_prompt(request(tokens(1), allowed_token_ids=bad))
+        assert caught.value.param == "allowed_token_ids"
+
+    def admit(*, allowed: list[int], **sampling: Any) -> None:
+        asked = request(tokens(1), allowed_token_ids=allowed, **sampling)
+        words = subject.encode_bad_words(asked)
+        subject.admit(asked, array("i", [7]), seed=0, sequence_ids=count(), bad_words=words)
+
+    admit(allowed=[97, 98], bad_words=["a"])
+    admit(allowed=[97], bad_words=["ab"])
+    admit(allowed=[EOS_ID])
+    admit(allowed=[EOS_ID], min_tokens=1, ignore_eos=True)
+    for sampling in (
+        {"allowed": [97, 97], "bad_words": ["a"]},
+        {"allowed": [EOS_ID, 5], "min_tokens": 1, "stop_token_ids": [5]},
+        {"allowed": [EOS_ID, 97], "min_tokens": 1, "bad_words": ["a"]},
+    ):
+        with pytest.raises(InvalidRequest, match="forbid") as caught:
+            admit(**sampling)  # type: ignore[arg-type]
+        assert caught.value.param == "allowed_token_ids"
+
+
+def test_bad_words_and_long_lists_of_allowed_tokens_are_worked_on_in_a_thread() -> None:
+    assert is_quick(request(tokens(1), allowed_token_ids=[5] * SMALL_TOKENS_LEN))
+    assert not is_quick(request(tokens(1), allowed_token_ids=[5] * (SMALL_TOKENS_LEN + 1)))
+    assert not is_quick(request(tokens(1), bad_words=["a"]))
+    assert not is_quick(request(tokens(SMALL_TOKENS_LEN + 1)))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asyncserve.errors import CheckpointError, InvalidRequest
-from asyncserve.loop.chat_template import ChatTemplate
+from asyncserve.loop.chat_template import ChatTemplate, RequestTemplates
 from asyncserve.request import ChatPrompt
 
 _CHATML = (
@@ -164,3 +164,29 @@ def test_a_broken_template_is_refused_with_its_line() -> None:
 def test_several_templates_without_a_default_are_refused() -> None:
     with pytest.raises(CheckpointError, match="none named 'default'"):
         ChatTemplate({"rag": "x"}, special_tokens={})
+
+
+def test_template_of_a_request_is_compiled_once_and_the_oldest_is_forgotten() -> None:
+    templates = RequestTemplates({"bos_token": "<s>"})
+    prompt = ChatPrompt(messages=(_message("hi"),))
+    assert templates.render("{{ bos_token }}{{ messages[0].content }}", prompt) == "<s>hi"
+    first = templates.compiled("a")
+    assert templates.compiled("a") is first
+    for number in range(RequestTemplates.MAX_KEPT):
+        templates.compiled(f"b{number}")
+    assert templates.compiled("a") is not first
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ a",
+        "{% for %}",
+        "{% if true %}" * 150 + "{% endif %}" * 150,
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+    ],
+)
+def test_template_of_a_request_that_cannot_be_compiled_is_its_own_fault(source: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        RequestTemplates({}).render(source, ChatPrompt(messages=(_message("hi"),)))
+    assert raised.value.param == "chat_template"

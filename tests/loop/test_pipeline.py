@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.pipeline import SLICE_LEN, STARTED_PER_TURN
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
@@ -287,6 +288,27 @@ async def test_statistics_count_what_runs_and_what_waits() -> None:
         ]
         b.executor.resume()
         await b.until(lambda: b.observer.reasons[FinishReason.LENGTH] == 5)
+
+
+async def test_bad_words_are_encoded_in_a_thread_and_reach_the_device_with_every_choice() -> None:
+    async with bench(next_token=lambda *_: 97) as b:
+        await b.send("ab", bad_words=["c", "d e"], n=2).wait()
+        assert {name.partition("_")[0] for name in b.tokenizer.encoding_threads} == {"tokenize"}
+        admitted = [each for plan in b.executor.plans for each in plan.admitted]
+        await b.send("ab", "without").wait()
+    spellings = ((99,), (32, 99), (100, 32, 101), (32, 100, 32, 101))
+    assert [each.bad_words for each in admitted] == [spellings, spellings]
+    assert [each.bad_words for plan in b.executor.plans for each in plan.admitted][2:] == [()]
+
+
+async def test_a_bad_word_that_is_no_text_ends_its_request_alone() -> None:
+    async with bench() as b:
+        bad = b.send("ab", "bad", bad_words=["\ud800"])
+        good = b.send("ab", "good")
+        await good.wait()
+        await bad.wait()
+        assert isinstance(bad.error, InvalidRequest)
+        assert bad.error.param == "bad_words"
 
 
 async def test_an_idle_pipeline_does_nothing() -> None:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
+
+from asyncserve.gpu.sampling.upload import upload
 
 
 class LogitBias:
@@ -51,7 +52,7 @@ class LogitBias:
         index = np.concatenate([ids + row * vocab for row, (ids, _) in zip(rows, entries, strict=True)])
         values = np.concatenate([values for _, values in entries])
         device = logits.device
-        logits.view(-1).index_add_(0, torch.from_numpy(index).to(device), torch.from_numpy(values).to(device))
+        logits.view(-1).index_add_(0, upload(index, device), upload(values, device))
 
     def _set(self, slot: int, token_ids: Iterable[int], values: Iterable[float]) -> bool:
         pairs = [

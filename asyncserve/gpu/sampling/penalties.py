@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncserve.gpu.sampling.upload import upload, upload_ids
 from asyncserve.step import SlotAssignment
 
 _FIRST_WIDTH = 256
@@ -62,13 +63,13 @@ class Penalties:
         self._widen(len(seen))
         self._lens[line] = len(seen)
         self._listed[line].fill_(int(seen[0]) if len(seen) else 0)
-        self._listed[line, : len(seen)] = torch.from_numpy(seen).to(self._device)
+        self._listed[line, : len(seen)] = upload(seen, self._device)
         self._counts[line].zero_()
         if len(outputs):
             ids, counts = np.unique(outputs, return_counts=True)
-            self._counts[line, torch.from_numpy(ids.astype(np.int64)).to(self._device)] = torch.from_numpy(
-                counts.astype(np.int32)
-            ).to(self._device)
+            self._counts[line, upload(ids.astype(np.int64), self._device)] = upload(
+                counts.astype(np.int32), self._device
+            )
 
     def release(self, slot: int) -> None:
         """Free a slot's line; nothing happens if it has none."""
@@ -133,7 +134,7 @@ class Penalties:
             self._listed = torch.cat((self._listed, self._listed[:, :1].expand(-1, num_new)), dim=1)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload_ids(values, self._device)
 
     def _column(self, values: npt.NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device).unsqueeze(1)
+        return upload(np.ascontiguousarray(values), self._device).unsqueeze(1)

@@ -2,10 +2,11 @@
 
 Owns what sampling must know of each slot (parameters, seed, penalty counts), given once on admission. The
 stages run in this order, each only if a row of the step needs it: logit bias and the ban on stop tokens
-before `min_tokens`, penalties, then for greedy rows the argmax, for the others temperature, top-k, min-p,
-top-p and a random draw that depends on seed and position alone. What a row gets depends on nothing but its
-own logits and slot, so neither the batch, the row index nor a preemption changes it. Log-probabilities
-are those of the raw logits. Knows no plan and no KV cache.
+before `min_tokens`, lists of allowed tokens, bad words, penalties, masks of grammars, then for greedy rows
+the argmax, for the others temperature, top-k, min-p, top-p and a random draw that depends on seed and
+position alone. What a row gets depends on nothing but its own logits, slot and tokens, so neither the batch,
+the row index nor a preemption changes it. Log-probabilities are those of the raw logits. Knows no plan and
+no KV cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncserve.gpu.device import Event
 from asyncserve.gpu.sampling import logprobs as scoring
+from asyncserve.gpu.sampling.allowed_tokens import AllowedTokens
+from asyncserve.gpu.sampling.bad_words import BadWords
 from asyncserve.gpu.sampling.gumbel import draw, draw_among, row_keys
 from asyncserve.gpu.sampling.logit_bias import LogitBias
 from asyncserve.gpu.sampling.penalties import Penalties
 from asyncserve.gpu.sampling.selection import argmax, largest
+from asyncserve.gpu.sampling.token_masks import TokenMasks
 from asyncserve.gpu.sampling.truncation import (
     NUM_CANDIDATES,
     NUM_VALUES,
@@ -29,8 +34,10 @@ from asyncserve.gpu.sampling.truncation import (
     truncate,
     weights_of,
 )
+from asyncserve.gpu.sampling.upload import upload, upload_ids
+from asyncserve.gpu.slots import SlotTable
 from asyncserve.request import TokenLogprobs
-from asyncserve.step import BAD_LOGITS, SlotAssignment
+from asyncserve.step import BAD_LOGITS, NO_TOKEN, SlotAssignment
 
 # What a slot needs beyond an argmax; a step runs the stages in the union over its slots.
 _DRAWS = 1
@@ -38,7 +45,10 @@ _BIAS = 2
 _BAN = 4
 _PENALTIES = 8
 _LOGPROBS = 16
-_CHANGES_LOGITS = _BIAS | _BAN | _PENALTIES
+_ALLOWED = 32
+_BAD_WORDS = 64
+_GRAMMAR = 128
+_CHANGES_LOGITS = _BIAS | _BAN | _PENALTIES | _ALLOWED | _BAD_WORDS | _GRAMMAR
 
 
 @dataclass(slots=True)
@@ -46,7 +56,8 @@ class Sampled:
     """The step's tokens, still on the device.
 
     Args:
-        token_ids: `[num_samples] int64`; `BAD_LOGITS` where logits were not finite.
+        token_ids: `[num_samples] int64`; `BAD_LOGITS` where logits were not finite, `NO_TOKEN` where all were
+            forbidden.
         logprobs: Slot to log-probabilities for the slots that asked, built when read; None if none asked.
     """
 
@@ -74,7 +85,10 @@ class Sampler:
         self._shapes = RowShapes.empty(num_slots)
         self._bias = LogitBias(vocab_size)
         self._bans = LogitBias(vocab_size)
+        self._allowed = AllowedTokens(vocab_size, device)
+        self._bad_words = BadWords(vocab_size, device)
         self._penalties = Penalties(num_slots, vocab_size, max_model_len, device)
+        self._masks = TokenMasks(vocab_size, device)
 
     @torch.inference_mode()
     def admit(self, assignment: SlotAssignment) -> None:
@@ -95,9 +109,19 @@ class Sampler:
         if sampling.logit_bias and self._bias.set_bias(slot, sampling.logit_bias):
             needs |= _BIAS
         first_stop = assignment.prompt_len + sampling.min_tokens
-        if len(assignment.token_ids) < first_stop and self._bans.set_ban(slot, assignment.stop_token_ids):
+        if assignment.grammar is not None:
+            # The mask holds the ban on stop tokens too: it knows where nothing else is left.
+            needs |= _GRAMMAR
+            self._masks.admit(assignment)
+        elif len(assignment.token_ids) < first_stop and self._bans.set_ban(slot, assignment.stop_token_ids):
             needs |= _BAN
             self._first_stops[slot] = first_stop
+        if sampling.allowed_token_ids is not None and self._allowed.set(slot, sampling.allowed_token_ids):
+            needs |= _ALLOWED
+        if assignment.bad_words and self._bad_words.set(
+            slot, assignment.bad_words, prompt_len=assignment.prompt_len
+        ):
+            needs |= _BAD_WORDS
         if sampling.has_penalties:
             needs |= _PENALTIES
             self._penalties.admit(assignment)
@@ -111,16 +135,26 @@ class Sampler:
         self._needs[slot] = 0
         self._bias.release(slot)
         self._bans.release(slot)
+        self._allowed.release(slot)
+        self._bad_words.release(slot)
         self._penalties.release(slot)
+        self._masks.release(slot)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, slots: Sequence[int], sample_positions: Sequence[int]) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        sample_positions: Sequence[int],
+        history: SlotTable | None = None,
+    ) -> Sampled:
         """Choose one token for each row.
 
         Args:
             logits: `[num_samples, vocab] float32`, contiguous; may be overwritten.
             slots: The slot of each row, distinct.
             sample_positions: Absolute position that each row's token will take.
+            history: The slots' tokens, complete below these positions; without it no slot may have bad words.
         """
         needs = 0
         for slot in slots:
@@ -131,26 +165,30 @@ class Sampler:
         if needs == 0:
             return Sampled(token_ids.masked_fill_(bad, BAD_LOGITS))
         asking: list[int] = []
+        nothing_left: Tensor | None = None
         raw = logits
         if needs & _LOGPROBS:
             asking = self._rows_that_need(_LOGPROBS, slots)
             raw = _rows(logits, asking)
             if raw is logits and needs & _CHANGES_LOGITS:
                 raw = logits.clone()
-        if needs & _CHANGES_LOGITS and self._change_logits(logits, slots, sample_positions, needs):
+        if needs & _CHANGES_LOGITS and self._change_logits(logits, slots, sample_positions, needs, history):
             best, token_ids = argmax(logits)
+            nothing_left = (best == -torch.inf) & ~bad
             bad |= (best - best) != 0
         if needs & _DRAWS:
             rows = self._rows_that_need(_DRAWS, slots)
             row_slots = np.fromiter((slots[row] for row in rows), np.int64, len(rows))
             positions = np.fromiter((sample_positions[row] for row in rows), np.uint64, len(rows))
-            keys = torch.from_numpy(row_keys(self._seeds[row_slots], positions)).to(self._device).unsqueeze(1)
+            keys = upload(row_keys(self._seeds[row_slots], positions), self._device).unsqueeze(1)
             drawn = draw_rows(_rows(logits, rows), self._shapes.take(row_slots), keys)
             if len(rows) == len(slots):
                 token_ids = drawn
             else:
-                token_ids.index_copy_(0, torch.tensor(rows, device=self._device), drawn)
+                token_ids.index_copy_(0, upload_ids(rows, self._device), drawn)
         token_ids.masked_fill_(bad, BAD_LOGITS)
+        if nothing_left is not None:
+            token_ids.masked_fill_(nothing_left, NO_TOKEN)
         if not needs & _LOGPROBS:
             return Sampled(token_ids)
         asking_slots = [slots[row] for row in asking]
@@ -170,6 +208,16 @@ class Sampler:
         if rows:
             self._penalties.record(rows, [slots[row] for row in rows], token_ids)
 
+    def expect(self, slots: Sequence[int], token_ids: Tensor, copied: Event) -> None:
+        """Take note of where the sampled tokens will be on the host: the next mask of a grammar needs them.
+
+        Args:
+            slots: As given to `sample`.
+            token_ids: `[num_samples] int64`, as it returned them, on the host once `copied` is reached.
+            copied: Reached when they are there.
+        """
+        self._masks.expect(slots, token_ids, copied)
+
     @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, target_ids: Tensor, num: int) -> list[TokenLogprobs]:
         """Score prompt tokens under the model's own distribution; waits for the device.
@@ -182,7 +230,12 @@ class Sampler:
         return scoring.prompt_logprobs(logits, target_ids.to(self._device, torch.int64), num)
 
     def _change_logits(
-        self, logits: Tensor, slots: Sequence[int], sample_positions: Sequence[int], needs: int
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        sample_positions: Sequence[int],
+        needs: int,
+        history: SlotTable | None,
     ) -> bool:
         changed = False
         if needs & _BIAS:
@@ -201,9 +254,26 @@ class Sampler:
             if rows:
                 self._bans.apply(logits, rows, [slots[row] for row in rows])
                 changed = True
+        if needs & _ALLOWED:
+            rows = self._rows_that_need(_ALLOWED, slots)
+            self._allowed.apply(logits, rows, [slots[row] for row in rows])
+            changed = True
+        if needs & _BAD_WORDS:
+            assert history is not None, "a slot has bad words, and nobody gave the tokens they end"
+            rows = self._rows_that_need(_BAD_WORDS, slots)
+            self._bad_words.apply(
+                logits, rows, [slots[row] for row in rows], [sample_positions[row] for row in rows], history
+            )
+            changed = True
         if needs & _PENALTIES:
             rows = self._rows_that_need(_PENALTIES, slots)
             self._penalties.apply(logits, rows, [slots[row] for row in rows])
+            changed = True
+        if needs & _GRAMMAR:
+            rows = self._rows_that_need(_GRAMMAR, slots)
+            self._masks.apply(
+                logits, rows, [slots[row] for row in rows], [sample_positions[row] for row in rows]
+            )
             changed = True
         return changed
 
@@ -240,7 +310,7 @@ def draw_rows(logits: Tensor, shapes: RowShapes, keys: Tensor) -> Tensor:
     ):
         picked = np.flatnonzero(rows)
         if len(picked):
-            index = torch.from_numpy(picked).to(logits.device)
+            index = upload(picked, logits.device)
             drawn = method(logits.index_select(0, index), shapes.take(picked), keys.index_select(0, index))
             token_ids.index_copy_(0, index, drawn)
     return token_ids
@@ -310,4 +380,4 @@ def _rows(rows: Tensor, picked: Sequence[int]) -> Tensor:
     """Copy out the picked rows, in the order given; all of them come as they are."""
     if len(picked) == rows.shape[0]:
         return rows
-    return rows.index_select(0, torch.tensor(picked, device=rows.device))
+    return rows.index_select(0, upload_ids(picked, rows.device))

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncserve.gpu.sampling.upload import upload
+
 NUM_CANDIDATES = 128
 """Largest logits looked at before more of a row is sorted. Text models put 0.95 of their mass on fewer."""
 
@@ -164,4 +166,4 @@ def largest_values(logits: Tensor, count: int) -> Tensor:
 
 
 def _column(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device).unsqueeze(1)
+    return upload(values, device).unsqueeze(1)

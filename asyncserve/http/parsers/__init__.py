@@ -1,1 +1,1 @@
-"""What a model wrote → what it meant: reasoning, content and tool calls, each model family's way of writing."""
+"""What a model wrote → what it meant: reasoning, content and tool calls, as each model family writes them."""

@@ -59,7 +59,9 @@ def test_a_batch_gives_what_its_questions_give_alone(demo_server: ServerProcess)
 
 
 def test_a_bound_tool_is_called_and_its_result_is_taken(demo_server: ServerProcess) -> None:
-    model = chat_model(demo_server, max_tokens=64).bind_tools([get_weather], tool_choice="any")
+    model = chat_model(demo_server, max_tokens=64).bind_tools(
+        [get_weather], tool_choice="any", parallel_tool_calls=False
+    )
     question = HumanMessage("What is the weather in Paris?")
     answer = model.invoke([question])
     (call,) = answer.tool_calls

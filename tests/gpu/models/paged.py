@@ -12,10 +12,12 @@ from asyncserve.gpu.attention.interface import StepAttention
 from asyncserve.gpu.attention.reference import ReferenceAttention
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.layers.loading import finish_layers
 from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.models.registry import load_model_class
 from asyncserve.kv_spec import KVGroup
 
+CPU = torch.device("cpu")
 BLOCK_LEN = 4
 BLOCKS_PER_SEQUENCE = 24
 
@@ -25,14 +27,27 @@ def build_model(
     weights: Iterable[tuple[str, torch.Tensor]],
     *,
     dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    fused: bool | None = None,
 ) -> Model:
-    """Build on the meta device, load and finish a model on the CPU, in the order startup does."""
+    """Build on the meta device, load and finish a model on a device, in the order startup does.
+
+    Args:
+        config: The model's.
+        weights: As a checkpoint's.
+        dtype: Of weights and activations.
+        device: Where.
+        fused: As in `finish_layers`.
+    """
     with torch.device("meta"):
         model = load_model_class(config["architectures"][0])(config, dtype=dtype)
     assert isinstance(model, torch.nn.Module)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     model.load_weights(weights)
-    model.finish_loading()
+    if fused is None:
+        model.finish_loading()
+    else:
+        finish_layers(model, fused=fused)
     return model
 
 
@@ -42,21 +57,30 @@ class PagedRun:
     Args:
         model: Loaded and finished.
         num_sequences: Whose pages exist.
+        dtype: Of the cache.
+        device: Where the model is.
     """
 
-    def __init__(self, model: Model, *, num_sequences: int = 1, dtype: str = "float32") -> None:
+    def __init__(
+        self, model: Model, *, num_sequences: int = 1, dtype: str = "float32", device: torch.device = CPU
+    ) -> None:
         self.model = model
+        self.device = device
         specs = model.kv_specs(block_len=BLOCK_LEN, dtype=dtype)
         num_blocks = 1 + num_sequences * BLOCKS_PER_SEQUENCE
         group = KVGroup(group_id=0, spec=specs[0], layer_ids=tuple(range(len(specs))), num_blocks=num_blocks)
-        self.kv_cache = KVCache((group,), device=torch.device("cpu"))
+        self.kv_cache = KVCache((group,), device=device)
         shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(7)) + 1
         self.block_tables = shuffled.view(num_sequences, BLOCKS_PER_SEQUENCE)
         self.lens = [0] * num_sequences
 
     @torch.inference_mode()
     def step(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Compute each sequence's next tokens in one batch; return logits `[num_tokens, vocab]` of each."""
+        """Compute each sequence's next tokens in one batch.
+
+        Returns:
+            Logits of each, `[num_tokens, vocab]`, on the CPU.
+        """
         ordered = sorted(rows, key=lambda sequence: len(rows[sequence]) > 1)
         query_lens = [len(rows[sequence]) for sequence in ordered]
         positions = [torch.arange(self.lens[s], self.lens[s] + len(rows[s])) for s in ordered]
@@ -70,18 +94,20 @@ class PagedRun:
         query_start = torch.tensor([0, *query_lens]).cumsum(0)
         slots = torch.tensor(ordered)
         batch = Batch(
-            input_ids=torch.tensor([token for s in ordered for token in rows[s]], dtype=torch.int32),
-            positions=torch.cat(positions),
-            query_start=query_start.to(torch.int32),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            slot_mapping=(torch.cat(slot_mapping),),
-            block_tables=(self.block_tables[slots].to(torch.int32),),
-            sample_tokens=query_start[1:] - 1,
+            input_ids=torch.tensor(
+                [token for s in ordered for token in rows[s]], dtype=torch.int32, device=self.device
+            ),
+            positions=torch.cat(positions).to(self.device),
+            query_start=query_start.to(self.device, torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.device),
+            slot_mapping=(torch.cat(slot_mapping).to(self.device),),
+            block_tables=(self.block_tables[slots].to(self.device, torch.int32),),
+            sample_tokens=(query_start[1:] - 1).to(self.device),
             query_lens_host=tuple(query_lens),
             seq_lens_host=tuple(seq_lens),
             num_decode_rows=sum(1 for length in query_lens if length == 1),
         )
         backend = ReferenceAttention()
         attention = StepAttention(backend, batch, self.kv_cache, backend.plan(batch, self.kv_cache))
-        logits = self.model.logits(self.model.forward(batch, attention))
+        logits = self.model.logits(self.model.forward(batch, attention)).cpu()
         return dict(zip(ordered, logits.split_with_sizes(query_lens), strict=True))

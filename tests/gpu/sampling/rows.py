@@ -27,6 +27,7 @@ def assignment(
     outputs: Sequence[int] = (),
     seed: int = 0,
     stop_token_ids: Sequence[int] = (),
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> SlotAssignment:
     return SlotAssignment(
         slot=slot,
@@ -35,6 +36,7 @@ def assignment(
         sampling=sampling,
         seed=seed,
         stop_token_ids=frozenset(stop_token_ids),
+        bad_words=tuple(tuple(word) for word in bad_words),
     )
 
 

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncserve.gpu.device import CpuDevice, Device, open_device
 from asyncserve.gpu.sampling.sampler import Sampler
+from asyncserve.gpu.slots import SlotTable
+from asyncserve.gpu.staging import Staging
+from asyncserve.request import SamplingParams
 from asyncserve.step import BAD_LOGITS
 from tests.gpu.sampling.rows import CPU, assert_drawn_from, assignment
 from tests.gpu.sampling.test_sampler import KINDS, VOCAB, some_logits
@@ -70,3 +74,59 @@ def test_draws_follow_top_p() -> None:
     before = np.cumsum(weights[order]) - weights[order]
     weights[order[before >= sampling.top_p]] = 0.0
     assert_drawn_from(weights / weights.sum(), torch.cat(drawn).numpy())
+
+
+RESTRICTED = [
+    (SamplingParams(temperature=0.0), [[0, 1], [2, 2, 3], [3, 3], [1, 0, 2, 0]]),
+    (SamplingParams(temperature=0.0, allowed_token_ids=(0, 3, 6)), []),
+    (SamplingParams(temperature=0.0, allowed_token_ids=(0, 1, 2, 3), num_logprobs=2), [[0, 1], [3]]),
+    (SamplingParams(temperature=0.0), []),
+]
+"""Sampling and bad words of slots."""
+
+
+def restricted_tokens(device: Device, logits: torch.Tensor) -> list[list[int]]:
+    """Generate with all of them together; the host looks at no token before the end."""
+    history = SlotTable(num_slots=8, max_model_len=64, device=device)
+    sampler = Sampler(8, logits.shape[2], 64, device.torch_device)
+    staging = Staging(device)
+    for slot, (sampling, words) in enumerate(RESTRICTED):
+        given = assignment(slot, sampling, prompt=[1, 2, 1], bad_words=words)
+        history.admit([given], staging)
+        sampler.admit(given)
+    slots = list(range(len(RESTRICTED)))
+    for step, rows in enumerate(logits):
+        token_ids = sampler.sample(rows.to(device.torch_device), slots, [3 + step] * 4, history).token_ids
+        places = history.flat_indices(np.array(slots), np.full(len(slots), 3 + step))
+        history.write(torch.from_numpy(places).to(token_ids.device), token_ids)
+        sampler.record(slots, token_ids)
+    return [history.tokens(slot, 3, 3 + len(logits)).tolist() for slot in slots]
+
+
+def test_allowed_tokens_and_bad_words_are_those_of_a_cpu() -> None:
+    logits = torch.randn(30, 4, 7, generator=torch.Generator().manual_seed(2))
+    on_gpu = restricted_tokens(open_device("cuda"), logits)
+    assert on_gpu == restricted_tokens(CpuDevice(num_threads=1), logits)
+    assert on_gpu[0] != on_gpu[3]
+
+
+def test_the_host_waits_for_nothing_while_it_launches_a_step() -> None:
+    device = open_device("cuda")
+    history = SlotTable(num_slots=16, max_model_len=64, device=device)
+    sampler = Sampler(16, VOCAB, 64, device.torch_device)
+    for slot, sampling in enumerate([*KINDS, *(sampling for sampling, _ in RESTRICTED)]):
+        words = [[7, 8], [9]] if slot % 2 else []
+        given = assignment(slot, sampling, prompt=[4, 5, 6], seed=slot, stop_token_ids=[2], bad_words=words)
+        history.admit([given], Staging(device))
+        sampler.admit(given)
+    slots = list(range(len(KINDS) + len(RESTRICTED)))
+    logits = some_logits(len(slots)).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps = []
+        for position in range(3, 6):
+            steps.append(sampler.sample(logits.clone(), slots, [position] * len(slots), history).token_ids)
+            sampler.record(slots, steps[-1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all((token_ids >= 0).all() for token_ids in steps)

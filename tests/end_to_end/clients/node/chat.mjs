@@ -46,6 +46,7 @@ const called = await client.chat.completions.create({
   max_tokens: 64,
   tools: [{ type: "function", function: { name: "get_weather", description: "The weather of a city", parameters } }],
   tool_choice: "required",
+  parallel_tool_calls: false,
 });
 
 const response = await client.responses.create({

@@ -1,0 +1,402 @@
+"""Compiling the shape that an output must have: `StructuredOutput` → `Grammar`, by xgrammar.
+
+Takes the tokenizer's vocabulary once, then one structure after the other. The work is done in a process of
+its own (`grammar_worker`), started when the first structure comes: compiling can take minutes and gigabytes,
+and cannot be interrupted in a thread (docs/decisions/0005). What comes back is unpacked here, which takes
+milliseconds and no lock on the interpreter. Knows no request; what is kept and who waits is
+`grammar_cache`'s.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from asyncserve.errors import EngineError, EngineStopped
+from asyncserve.grammar import GrammarMatcher
+from asyncserve.loop.grammar_cache import GrammarRefused
+from asyncserve.loop.grammar_worker import read_frame, write_frame
+from asyncserve.loop.tokenizer import Tokenizer
+from asyncserve.request import StructuredOutput, StructureKind
+
+STARTUP_S = 120.0
+"""How long the worker may take to start: it imports a good deal, maybe on a busy machine."""
+MEMORY_BYTES = 2 * 1024**3
+"""Memory that compiling may take, besides what the worker has when it is ready."""
+MAX_SPACE_TOKENS = 8
+"""Tokens of nothing but white space in a row after which JSON goes on, if it can: small models would not."""
+
+_WORD_BITS = 32
+_WHITE_SPACE = b" \t\r\n"
+_CONTROL = bytes(range(0x20))
+_SPECIAL_MARK = b"\xff"
+"""Begins no text: so a special token stands for nothing that a grammar of characters allows."""
+_WRONG_SECOND_BYTES = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F), 0xF4: (0x90, 0xBF)}
+"""First byte of a character in UTF-8 → continuation bytes that may not follow it."""
+
+Words = Any  # a numpy array of int32; numpy is imported when it is first needed
+
+
+class CompiledGrammar:
+    """A `Grammar` of xgrammar.
+
+    Args:
+        make_matcher: Gives xgrammar's matcher, at the beginning.
+        vocabulary: What the grammar was compiled for.
+        structured: Where it comes from.
+        num_bytes: What it takes in memory, about.
+    """
+
+    def __init__(
+        self,
+        make_matcher: Callable[[], Any],
+        vocabulary: "Vocabulary",
+        structured: StructuredOutput,
+        *,
+        num_bytes: int,
+    ) -> None:
+        self._make_matcher = make_matcher
+        self._vocabulary = vocabulary
+        self._limits_space = structured.kind in (StructureKind.JSON_OBJECT, StructureKind.JSON_SCHEMA)
+        self._permitted = vocabulary.words_permitted(structured)
+        self.num_bytes = num_bytes
+        self.stop_token_ids = vocabulary.stop_token_ids
+
+    def matcher(self) -> GrammarMatcher:
+        """See `Grammar`."""
+        return _Matcher(
+            self._make_matcher(), self._permitted, self._vocabulary, limits_space=self._limits_space
+        )
+
+
+class _Matcher:
+    """A `GrammarMatcher` of xgrammar.
+
+    Args:
+        matcher: xgrammar's.
+        permitted: Tokens that may come at all.
+        vocabulary: What it is for.
+        limits_space: Whether runs of white space are cut short.
+    """
+
+    __slots__ = (
+        "_array",
+        "_limits_space",
+        "_matcher",
+        "_num_space_tokens",
+        "_permitted",
+        "_vocabulary",
+        "_words_next",
+    )
+
+    def __init__(
+        self, matcher: Any, permitted: Words, vocabulary: "Vocabulary", *, limits_space: bool
+    ) -> None:
+        import numpy as np
+
+        self._array = np.frombuffer
+        self._matcher = matcher
+        self._permitted = permitted
+        self._vocabulary = vocabulary
+        self._limits_space = limits_space
+        self._num_space_tokens = 0
+        self._words_next: Words | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """See `GrammarMatcher`."""
+        return bool(self._matcher.is_terminated())
+
+    def accept(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        is_accepted = bool(self._matcher.accept_token(token_id))
+        if is_accepted:
+            is_space = token_id in self._vocabulary.space_token_ids
+            self._num_space_tokens = self._num_space_tokens + 1 if is_space else 0
+            self._words_next = self._vocabulary.words_after.get(token_id)
+        return is_accepted
+
+    def fill_mask(self, words: memoryview) -> None:
+        """See `GrammarMatcher`."""
+        row = self._array(words, "int32")
+        if self._matcher.is_terminated():
+            row.fill(0)
+            return
+        # It leaves the words as they are where it allows every token, and says so.
+        if not self._matcher.fill_next_token_bitmask(row):
+            row.fill(-1)
+        row &= self._permitted
+        if self._words_next is not None:
+            row &= self._words_next
+        if self._limits_space and self._num_space_tokens >= MAX_SPACE_TOKENS:
+            others = row & self._vocabulary.words_without_space
+            if others.any():
+                row[:] = others
+
+
+class Vocabulary:
+    """The model's tokens as xgrammar takes them. Made when the first grammar is asked for: it takes 0.1 s.
+
+    Args:
+        tokenizer: The model's.
+        vocab_size: Rows of the model's output matrix, hence columns of the masks.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        import xgrammar
+
+        self._vocab_size = vocab_size
+        self.stop_token_ids = usable_stop_ids(tokenizer, vocab_size)
+        self.special_ids: dict[str, int] = {}
+        self.space_token_ids: set[int] = set()
+        self._control_ids: list[int] = []
+        self._tab_ids: list[int] = []
+        texts: list[bytes] = []
+        for token_id in range(min(tokenizer.vocab_size, vocab_size)):
+            text = tokenizer.token_bytes(token_id)
+            if tokenizer.is_special(token_id) or token_id in self.stop_token_ids:
+                self.special_ids[text.decode("utf-8", "replace")] = token_id
+                text = _SPECIAL_MARK + text
+            elif text and not text.strip(_WHITE_SPACE):
+                self.space_token_ids.add(token_id)
+            if b"\t" in text:
+                self._tab_ids.append(token_id)
+            if text.translate(None, b"\t\r\n") != text.translate(None, _CONTROL):
+                self._control_ids.append(token_id)
+            texts.append(text)
+        self.words_without_space = self._words_without(self.space_token_ids)
+        self.words_after = self._find_words_after(texts)
+        self.num_mask_bytes = int(self.words_without_space.nbytes)
+        self.info = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocab_size,
+            stop_token_ids=sorted(self.stop_token_ids),
+        )
+
+    def _find_words_after(self, texts: Sequence[bytes]) -> dict[int, Words]:
+        """Return token → mask words of those that may follow, for tokens that end within a character.
+
+        xgrammar lets UTF-8 of no character (overlong, a surrogate) into [^…]; it would turn into U+FFFD.
+        """
+        words = {
+            lead: self._words_without(
+                token_id for token_id, text in enumerate(texts) if text and low <= text[0] <= high
+            )
+            for lead, (low, high) in _WRONG_SECOND_BYTES.items()
+        }
+        return {
+            token_id: words[text[-1]] for token_id, text in enumerate(texts) if text and text[-1] in words
+        }
+
+    def words_permitted(self, structured: StructuredOutput) -> Words:
+        """Return the mask words of the tokens that outputs of a structure may hold at all.
+
+        No control character may stand in JSON, but xgrammar lets them into strings whose length is limited,
+        a line's end excepted. Tabs could stand between JSON's tokens; nobody misses them there.
+        """
+        match structured.kind:
+            case StructureKind.JSON_OBJECT | StructureKind.JSON_SCHEMA:
+                return self._words_without([*self._control_ids, *self._tab_ids])
+            case StructureKind.STRUCTURAL_TAG if "Length" in structured.source:
+                return self._words_without([*self._control_ids, *self._tab_ids])
+            case StructureKind.STRUCTURAL_TAG:
+                return self._words_without(self._control_ids)
+            case _:
+                return self._words_without(())
+
+    def _words_without(self, token_ids: Iterable[int]) -> Words:
+        import numpy as np
+
+        is_kept = np.zeros(-(-self._vocab_size // _WORD_BITS) * _WORD_BITS, np.bool_)
+        is_kept[: self._vocab_size] = True
+        is_kept[list(token_ids)] = False
+        return np.packbits(is_kept, bitorder="little").view(np.int32)
+
+
+def import_library() -> None:
+    """Import xgrammar, if it is there.
+
+    Best done before there is anything to hold up: for 0.1 s no other thread gets the interpreter.
+    """
+    with contextlib.suppress(ImportError):
+        import xgrammar  # noqa: F401
+
+
+def usable_stop_ids(tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
+    """Return the EOS ids that the model can generate."""
+    return frozenset(token_id for token_id in tokenizer.eos_token_ids if 0 <= token_id < vocab_size)
+
+
+class XGrammarCompiler:
+    """Compiles structures in a worker process. `compile` is called by one thread at a time, `close` by any.
+
+    Args:
+        tokenizer: The model's.
+        vocab_size: Rows of the model's output matrix.
+        timeout_s: Seconds one structure may take.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, timeout_s: float) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
+        self._vocabulary: Vocabulary | None = None
+        self._worker: _WorkerProcess | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
+        """Return the compiled structure; blocks.
+
+        Raises:
+            GrammarRefused: It cannot be compiled, or takes too long or too much memory.
+            EngineError: The worker cannot be started.
+            EngineStopped: `close` was called.
+        """
+        if not usable_stop_ids(self._tokenizer, self._vocab_size):
+            raise GrammarRefused("this model has no token that ends an answer")
+        worker = self._running_worker()
+        vocabulary = self._vocabulary
+        assert vocabulary is not None
+        job = {"kind": structured.kind.value, "source": structured.source, "limit_s": self._timeout_s}
+        try:
+            status, content = worker.ask([json.dumps(job).encode()], self._timeout_s)
+        except TimeoutError as error:
+            self._end_worker()
+            raise GrammarRefused(f"compiling it takes longer than {self._timeout_s:g} s") from error
+        except EOFError as error:
+            self._end_worker()
+            if self._is_closed:
+                raise EngineStopped("the engine was stopped") from error
+            raise GrammarRefused(
+                "compiling it takes too much memory, or is more than the compiler can do"
+            ) from error
+        if status != b"compiled":
+            raise GrammarRefused(content.decode("utf-8", "replace"))
+        return unpack(content, vocabulary, structured)
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The worker's process id, while there is one."""
+        worker = self._worker
+        return None if worker is None else worker.pid
+
+    def close(self) -> None:
+        """End the worker, also while it compiles. Idempotent."""
+        self._is_closed = True
+        self._end_worker()
+
+    def _running_worker(self) -> "_WorkerProcess":
+        present = self._worker
+        if present is not None and present.is_alive:
+            return present
+        self._end_worker()
+        # It imports while this thread does the same.
+        worker = _WorkerProcess(MEMORY_BYTES)
+        with self._lock:
+            if self._is_closed:
+                worker.kill()
+                raise EngineStopped("the engine was stopped")
+            self._worker = worker
+        try:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
+            vocabulary = self._vocabulary
+            header = json.dumps({"special_ids": vocabulary.special_ids}).encode()
+            worker.ask([header, str(vocabulary.info.serialize_json()).encode()], STARTUP_S)
+        except (ImportError, EOFError, OSError) as error:
+            self._end_worker()
+            if self._is_closed:
+                raise EngineStopped("the engine was stopped") from error
+            raise EngineError(
+                f"grammars cannot be compiled: the worker does not start ({error!r})"
+            ) from error
+        return worker
+
+    def _end_worker(self) -> None:
+        with self._lock:
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+
+
+def unpack(content: bytes, vocabulary: Vocabulary, structured: StructuredOutput) -> CompiledGrammar:
+    """Return a compiled grammar from what the worker sent."""
+    import xgrammar
+
+    compiled = xgrammar.CompiledGrammar.deserialize_json(content.decode(), vocabulary.info)
+    return CompiledGrammar(
+        lambda: xgrammar.GrammarMatcher(compiled),
+        vocabulary,
+        structured,
+        num_bytes=int(compiled.memory_size_bytes) + len(structured.source) + vocabulary.num_mask_bytes,
+    )
+
+
+class _WorkerProcess:
+    """A running `grammar_worker`, and the frames to and from it."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        package_folder = Path(__file__).resolve().parents[2]
+        path = os.pathsep.join(filter(None, (str(package_folder), os.environ.get("PYTHONPATH", ""))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "asyncserve.loop.grammar_worker", str(memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # It needs no GPU, and a single thread.
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a Ctrl-C is the server's to deal with
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests: BinaryIO = self._process.stdin  # type: ignore[assignment]
+        self._answers: BinaryIO = self._process.stdout  # type: ignore[assignment]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, parts: Sequence[bytes], limit_s: float) -> list[bytes]:
+        """Send a frame and return the one that answers it.
+
+        Raises:
+            TimeoutError: It took longer than `limit_s`; the process is dead.
+            EOFError: The process has died.
+        """
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            self._process.kill()
+
+        timer = threading.Timer(limit_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            write_frame(self._requests, *parts)
+            return read_frame(self._answers)
+        except (EOFError, OSError, ValueError) as error:  # ValueError: the streams were closed by `kill`
+            if is_late.is_set():
+                raise TimeoutError from None
+            raise EOFError from error
+        finally:
+            timer.cancel()
+
+    def kill(self) -> None:
+        """End the process and forget it. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._requests, self._answers):
+            # What was not written yet cannot be written any more.
+            with contextlib.suppress(OSError):
+                stream.close()

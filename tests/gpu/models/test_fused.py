@@ -1,0 +1,62 @@
+"""Whole models whose layers run the kernels, against transformers' own logits.
+
+On a GPU that is every model of the family list; in the interpreter, which takes milliseconds a row and
+kernel, two that have all kernels between them.
+"""
+
+import pytest
+import torch
+
+from tests.gpu.kernels.machine import DEVICE, MARKS, ON_GPU
+from tests.gpu.models.paged import PagedRun, build_model
+from tests.gpu.models.test_equal_transformers import (
+    CONFIGS,
+    OTHER,
+    PROMPT,
+    TOLERANCE,
+    config_dict,
+    reference_logits,
+    reference_model,
+)
+
+pytest.importorskip("triton")
+
+pytestmark = [*MARKS, pytest.mark.slow]
+NAMES = sorted(CONFIGS) if ON_GPU else ["llama_yarn", "qwen3_biases_windows"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers_in_whole_and_chunked_prefill_decode_and_mixed_batches(name: str) -> None:
+    reference = reference_model(CONFIGS[name])
+    model = build_model(config_dict(reference), reference.state_dict().items(), device=DEVICE, fused=True)
+    expected = reference_logits(reference, PROMPT)
+    expected_other = reference_logits(reference, OTHER)
+
+    run = PagedRun(model, num_sequences=2, device=DEVICE)
+    seen: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    for step in (
+        {0: PROMPT[:9]},  # a first chunk
+        {0: PROMPT[9:14], 1: OTHER[:6]},  # a later chunk beside another prompt
+        {0: PROMPT[14:18], 1: OTHER[6:7]},  # a chunk beside a decode
+        {0: PROMPT[18:19], 1: OTHER[7:8]},  # decodes of different lengths
+    ):
+        for sequence, logits in run.step(step).items():
+            seen[sequence].append(logits)
+    torch.testing.assert_close(torch.cat(seen[0]), expected[:19], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(torch.cat(seen[1]), expected_other[:8], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3"] if ON_GPU else ["qwen3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"] if ON_GPU else ["float16"])
+def test_sixteen_bits_stay_near_float32(name: str, dtype: str) -> None:
+    reference = reference_model(CONFIGS[name])
+    model = build_model(
+        config_dict(reference),
+        reference.state_dict().items(),
+        dtype=getattr(torch, dtype),
+        device=DEVICE,
+        fused=True,
+    )
+    expected = reference_logits(reference, PROMPT)[:12]
+    logits = PagedRun(model, dtype=dtype, device=DEVICE).step({0: PROMPT[:12]})[0]
+    assert (logits - expected).std() < (0.1 if dtype == "bfloat16" else 0.01) * expected.std()
