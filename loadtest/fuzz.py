@@ -94,6 +94,7 @@ class Fuzz:
         self._document = orjson.loads(server.run(server.live.call("/openapi.json")).body)
         self.answers = Answers(self._document)
         self._bodies = Bodies(self._document, (MODEL, "alias/of-it"))
+        self._num_tasks = sys.maxsize
         self._num_tasks = server.run(self._rest())
         self.num_cases = 0
 
@@ -193,7 +194,6 @@ class Fuzz:
         """Wait until nothing is left in the engine; return how many tasks there are."""
         engine = self._server.live.engine
         deadline_s = time.monotonic() + self._settle_s
-        fewest = getattr(self, "_num_tasks", 0)
         while True:
             assert engine.failure is None, f"the engine died of {engine.failure!r}"
             statistics = engine.statistics()
@@ -206,7 +206,7 @@ class Fuzz:
             }
             num_tasks = len(asyncio.all_tasks())
             is_late = time.monotonic() > deadline_s
-            if not any(left.values()) and (num_tasks <= fewest or not fewest or is_late):
+            if not any(left.values()) and (num_tasks <= self._num_tasks or is_late):
                 engine.check()
                 return num_tasks
             assert not is_late, f"left after a batch: {left}"

@@ -13,6 +13,7 @@ kv_cache.py      the paged K and V of every layer
 models/          one architecture a file
 layers/          what models are made of
 attention/       the seam of paged attention and its backends
+kernels/         Triton kernels, for GPUs
 sampling/        logits → tokens and log-probabilities
 completion.py    device event → future on the event loop
 weights.py       checkpoint files → named tensors

@@ -135,13 +135,14 @@ def start_runner(
 
     model, weights_bytes = _load_model(checkpoint, opened, dtype=dtype, load_format=load_format, seed=seed)
     groups = group_layers(model.kv_specs(block_len=block_len, dtype=kv_dtype))
+    attention = load_attention(attention_backend, groups, opened.torch_device)
 
     def make_runner(sized: tuple[KVGroup, ...], model_len: int) -> ModelRunner:
         return ModelRunner(
             model=model,
             device=opened,
             kv_cache=KVCache(sized, device=opened.torch_device),
-            attention=load_attention(attention_backend, sized, opened.torch_device),
+            attention=attention,
             sampler=Sampler(num_slots, model.vocab_size, model_len, opened.torch_device),
             num_slots=num_slots,
             max_model_len=model_len,

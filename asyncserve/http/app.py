@@ -12,23 +12,24 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from asyncserve.http import responses, status
+from asyncserve.http import status
 from asyncserve.http.auth import OPEN_PATHS, KeyFile, require_key
 from asyncserve.http.body import BODY_TIMEOUT_S
 from asyncserve.http.chat import chat
 from asyncserve.http.completions import complete
 from asyncserve.http.connection import HeaderLimits, Runner
 from asyncserve.http.cross_origin import CrossOrigin, answer_preflight, response_headers
-from asyncserve.http.docs_page import docs_page
 from asyncserve.http.failures import CLIENT_GONE, REQUEST_ID, answer_failures
 from asyncserve.http.logprobs import TokenTexts
-from asyncserve.http.messages import count_tokens, messages, name_request_id
-from asyncserve.http.openapi import API_DOCUMENT, ApiDocument, openapi, routes_of
+from asyncserve.http.messages.handlers import count_tokens, messages, name_request_id
+from asyncserve.http.openapi.docs_page import docs_page
+from asyncserve.http.openapi.document import API_DOCUMENT, ApiDocument, openapi, routes_of
 from asyncserve.http.parsers.registry import message_format
 from asyncserve.http.reasoning_tokens import reasoning_ids
 from asyncserve.http.refusals import refusals
 from asyncserve.http.render import render_chat, render_completion
-from asyncserve.http.response_store import ResponseStore
+from asyncserve.http.responses import handlers as responses
+from asyncserve.http.responses.store import ResponseStore
 from asyncserve.http.serving import REQUEST_ID_HEADER, SERVING, ServedEngine, Serving, request_id_of
 from asyncserve.http.tokenization import detokenize, tokenize
 

@@ -26,7 +26,7 @@ from asyncserve.errors import (
     StepFailed,
     UnknownModel,
 )
-from asyncserve.http.response_store import ResponseNotFound
+from asyncserve.http.responses.store import ResponseNotFound
 
 logger = logging.getLogger(__name__)
 

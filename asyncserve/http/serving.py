@@ -16,7 +16,7 @@ from aiohttp import web
 from asyncserve.errors import RequestError, UnknownModel
 from asyncserve.http.logprobs import TokenTexts
 from asyncserve.http.parsers.registry import MessageFormat
-from asyncserve.http.response_store import ResponseStore
+from asyncserve.http.responses.store import ResponseStore
 from asyncserve.http.schema import REQUEST_ID_PATTERN, BodyDecoder
 from asyncserve.http.sse import ChunkHeads, EscapedTexts
 from asyncserve.loop.tokenizer import Tokenizer

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncserve.errors import EngineError, EngineStopped
 from asyncserve.grammar import GrammarMatcher
 from asyncserve.loop.grammar_cache import GrammarRefused
-from asyncserve.loop.grammar_worker import read_frame, write_frame
+from asyncserve.loop.grammar_worker import Job, Tokens, read_frame, write_frame
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.request import StructuredOutput, StructureKind
 
@@ -140,27 +141,34 @@ class _Matcher:
 
 
 class Vocabulary:
-    """The model's tokens as xgrammar takes them. Made when the first grammar is asked for: it takes 0.1 s.
+    """The model's tokens as grammars see them. Made when the first is asked for: it takes 0.1 s.
 
     Args:
         tokenizer: The model's.
         vocab_size: Rows of the model's output matrix, hence columns of the masks.
+
+    Attributes:
+        texts: Token id → what it stands for in a grammar.
+        tokens: What else the worker must know.
+        stop_token_ids: The tokens that end a text.
+        space_token_ids: Tokens of nothing but white space.
+        words_without_space: Mask words that allow all but these.
+        words_after: Token → mask words of those that may follow, where that matters.
+        num_mask_bytes: Of the words of one mask.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        import xgrammar
-
         self._vocab_size = vocab_size
         self.stop_token_ids = usable_stop_ids(tokenizer, vocab_size)
-        self.special_ids: dict[str, int] = {}
+        special_ids: dict[str, int] = {}
         self.space_token_ids: set[int] = set()
         self._control_ids: list[int] = []
         self._tab_ids: list[int] = []
-        texts: list[bytes] = []
+        self.texts: list[bytes] = []
         for token_id in range(min(tokenizer.vocab_size, vocab_size)):
             text = tokenizer.token_bytes(token_id)
             if tokenizer.is_special(token_id) or token_id in self.stop_token_ids:
-                self.special_ids[text.decode("utf-8", "replace")] = token_id
+                special_ids[text.decode("utf-8", "replace")] = token_id
                 text = _SPECIAL_MARK + text
             elif text and not text.strip(_WHITE_SPACE):
                 self.space_token_ids.add(token_id)
@@ -168,15 +176,31 @@ class Vocabulary:
                 self._tab_ids.append(token_id)
             if text.translate(None, b"\t\r\n") != text.translate(None, _CONTROL):
                 self._control_ids.append(token_id)
-            texts.append(text)
+            self.texts.append(text)
         self.words_without_space = self._words_without(self.space_token_ids)
-        self.words_after = self._find_words_after(texts)
+        self.words_after = self._find_words_after(self.texts)
         self.num_mask_bytes = int(self.words_without_space.nbytes)
-        self.info = xgrammar.TokenizerInfo(
-            texts,
-            xgrammar.VocabType.RAW,
-            vocab_size=vocab_size,
-            stop_token_ids=sorted(self.stop_token_ids),
+        self.tokens = Tokens(vocab_size, sorted(self.stop_token_ids), special_ids)
+        self._info: Any = None
+
+    def take(self, packed: bytes) -> None:
+        """Take the vocabulary as the worker packed it; grammars can be unpacked from then on.
+
+        Unpacking it holds up no other thread, as making it here would for 0.1 s.
+        """
+        import xgrammar
+
+        if self._info is None:
+            self._info = xgrammar.TokenizerInfo.deserialize_json(packed.decode())
+
+    def unpack(self, packed: bytes, structured: StructuredOutput) -> CompiledGrammar:
+        """Return a compiled grammar from what the worker sent."""
+        import xgrammar
+
+        compiled = xgrammar.CompiledGrammar.deserialize_json(packed.decode(), self._info)
+        num_bytes = int(compiled.memory_size_bytes) + sys.getsizeof(structured.source) + self.num_mask_bytes
+        return CompiledGrammar(
+            lambda: xgrammar.GrammarMatcher(compiled), self, structured, num_bytes=num_bytes
         )
 
     def _find_words_after(self, texts: Sequence[bytes]) -> dict[int, Words]:
@@ -264,9 +288,9 @@ class XGrammarCompiler:
         worker = self._running_worker()
         vocabulary = self._vocabulary
         assert vocabulary is not None
-        job = {"kind": structured.kind.value, "source": structured.source, "limit_s": self._timeout_s}
+        job = Job(structured.kind.value, structured.source, self._timeout_s)
         try:
-            status, content = worker.ask([json.dumps(job).encode()], self._timeout_s)
+            status, content = worker.ask([json.dumps(asdict(job)).encode()], self._timeout_s)
         except TimeoutError as error:
             self._end_worker()
             raise GrammarRefused(f"compiling it takes longer than {self._timeout_s:g} s") from error
@@ -279,7 +303,7 @@ class XGrammarCompiler:
             ) from error
         if status != b"compiled":
             raise GrammarRefused(content.decode("utf-8", "replace"))
-        return unpack(content, vocabulary, structured)
+        return vocabulary.unpack(content, structured)
 
     @property
     def worker_pid(self) -> int | None:
@@ -297,20 +321,22 @@ class XGrammarCompiler:
         if present is not None and present.is_alive:
             return present
         self._end_worker()
-        # It imports while this thread does the same.
-        worker = _WorkerProcess(MEMORY_BYTES)
-        with self._lock:
-            if self._is_closed:
-                worker.kill()
-                raise EngineStopped("the engine was stopped")
-            self._worker = worker
         try:
-            if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
-            vocabulary = self._vocabulary
-            header = json.dumps({"special_ids": vocabulary.special_ids}).encode()
-            worker.ask([header, str(vocabulary.info.serialize_json()).encode()], STARTUP_S)
-        except (ImportError, EOFError, OSError) as error:
+            worker = _WorkerProcess(MEMORY_BYTES)
+            with self._lock:
+                if self._is_closed:
+                    worker.kill()
+                    raise EngineStopped("the engine was stopped")
+                self._worker = worker
+            # While it imports.
+            vocabulary = self._vocabulary or Vocabulary(self._tokenizer, self._vocab_size)
+            tokens = json.dumps(asdict(vocabulary.tokens)).encode()
+            (packed,) = worker.ask([tokens, *vocabulary.texts], STARTUP_S)
+            vocabulary.take(packed)
+            self._vocabulary = vocabulary
+        except EngineStopped:
+            raise
+        except Exception as error:
             self._end_worker()
             if self._is_closed:
                 raise EngineStopped("the engine was stopped") from error
@@ -326,19 +352,6 @@ class XGrammarCompiler:
             worker.kill()
 
 
-def unpack(content: bytes, vocabulary: Vocabulary, structured: StructuredOutput) -> CompiledGrammar:
-    """Return a compiled grammar from what the worker sent."""
-    import xgrammar
-
-    compiled = xgrammar.CompiledGrammar.deserialize_json(content.decode(), vocabulary.info)
-    return CompiledGrammar(
-        lambda: xgrammar.GrammarMatcher(compiled),
-        vocabulary,
-        structured,
-        num_bytes=int(compiled.memory_size_bytes) + len(structured.source) + vocabulary.num_mask_bytes,
-    )
-
-
 class _WorkerProcess:
     """A running `grammar_worker`, and the frames to and from it."""
 
@@ -346,7 +359,7 @@ class _WorkerProcess:
         package_folder = Path(__file__).resolve().parents[2]
         path = os.pathsep.join(filter(None, (str(package_folder), os.environ.get("PYTHONPATH", ""))))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncserve.loop.grammar_worker", str(memory_bytes)],
+            [sys.executable, "-P", "-m", "asyncserve.loop.grammar_worker", str(memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # It needs no GPU, and a single thread.

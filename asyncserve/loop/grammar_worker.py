@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -26,7 +26,7 @@ from asyncserve.request import StructureKind
 
 TRIED_STEPS = 48
 """Tokens that a new grammar is followed for before it is handed over."""
-SLOW_MASK_S = 0.1
+SLOW_STEP_S = 0.1
 """Processor time of one step above which a grammar is refused: all other sequences would wait for it."""
 MAX_PACKED_BYTES = 64 * 1024**2
 """Larger compiled grammars are refused: unpacking them takes seconds, and they have to be kept."""
@@ -36,6 +36,21 @@ _WORD_BITS = 32
 
 class Refused(Exception):
     """The grammar cannot be used; the message is for whoever wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What the worker is told of the vocabulary, besides what each token stands for.
+
+    Args:
+        vocab_size: Rows of the model's output matrix.
+        stop_token_ids: The tokens that end a text.
+        special_ids: Special tokens by their text, for structural tags that name them.
+    """
+
+    vocab_size: int
+    stop_token_ids: Sequence[int]
+    special_ids: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +95,26 @@ class Worker:
     """Compiles and tries grammars for one vocabulary.
 
     Args:
-        vocabulary: The tokenizer's side, as `xgrammar.TokenizerInfo` writes it.
-        special_ids: Special tokens by their text, for structural tags that name them.
+        tokens: What it is about.
+        texts: Token id → what it stands for.
     """
 
-    def __init__(self, vocabulary: str, special_ids: dict[str, int]) -> None:
+    def __init__(self, tokens: Tokens, texts: Sequence[bytes]) -> None:
         import xgrammar
 
         self._xgrammar = xgrammar
-        self._info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
-        self._special_ids = special_ids
+        self._info = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=tokens.vocab_size,
+            stop_token_ids=tokens.stop_token_ids,
+        )
+        self._special_ids = tokens.special_ids
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+
+    def packed_vocabulary(self) -> bytes:
+        """Return the vocabulary as the library writes it."""
+        return str(self._info.serialize_json()).encode()
 
     def compile(self, kind: StructureKind, source: str) -> bytes:
         """Return the compiled grammar as the library writes it.
@@ -101,9 +125,9 @@ class Worker:
         try:
             with _Notices() as notices:
                 compiled = self._compile(kind, source)
-        except (SchemaRefused, json.JSONDecodeError) as error:
+        except (Refused, SchemaRefused, json.JSONDecodeError) as error:
             raise Refused(str(error)) from error
-        except (RuntimeError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        except Exception as error:  # of a foreign library, for a source that may be anything
             raise Refused(_first_message(error)) from error
         if kind is not StructureKind.STRUCTURAL_TAG:
             notices.refuse_any()
@@ -188,16 +212,20 @@ class Worker:
         for step in range(TRIED_STEPS):
             began_s = time.thread_time()
             matcher.fill_next_token_bitmask(words)
-            if time.thread_time() - began_s > SLOW_MASK_S:
-                raise Refused("it takes too long to follow; make it less ambiguous")
+            took_s = time.thread_time() - began_s
             bits = np.unpackbits(words.view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[: self._info.vocab_size])  # it sets some beyond, too
             if not len(allowed):
                 if step == 0:
                     raise Refused("it allows no text that this model's tokens can spell")
                 raise Refused("it leads to a place from which no text can go on")
-            if not matcher.accept_token(int(rng.choice(allowed))):
+            token_id = int(rng.choice(allowed))
+            began_s = time.thread_time()
+            if not matcher.accept_token(token_id):
                 raise Refused("it cannot be followed: a token it allows is not accepted")
+            took_s += time.thread_time() - began_s
+            if took_s > SLOW_STEP_S:
+                raise Refused("it takes too long to follow; make it less ambiguous")
             if matcher.is_terminated():
                 return
 
@@ -274,11 +302,11 @@ def _limit_memory(more_bytes: int) -> None:
 
 def main(memory_bytes: int, requests: BinaryIO, answers: BinaryIO) -> None:
     """Serve until the other side closes."""
-    header, vocabulary = read_frame(requests)
-    worker = Worker(vocabulary.decode(), json.loads(header)["special_ids"])
+    tokens, *texts = read_frame(requests)
+    worker = Worker(Tokens(**json.loads(tokens)), texts)
     with contextlib.suppress(OSError, ValueError, IndexError):  # elsewhere the time limit is all there is
         _limit_memory(memory_bytes)
-    write_frame(answers, b"ready")
+    write_frame(answers, worker.packed_vocabulary())
     while True:
         try:
             (data,) = read_frame(requests)

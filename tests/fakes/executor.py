@@ -90,9 +90,10 @@ class _Row:
         self.digest = zlib.crc32(self.token_ids)
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.is_lost = False
-        self.matcher = None if assignment.grammar is None else assignment.grammar.matcher()
-        for token_id in self.token_ids[self.prompt_len :] if self.matcher is not None else ():
-            assert self.matcher.accept(token_id)
+        self.matcher = None
+        if assignment.grammar is not None:
+            self.matcher = assignment.grammar.matcher()
+            assert all(map(self.matcher.accept, self.token_ids[self.prompt_len :]))
 
     def follow(self, token_id: int, vocab_size: int) -> int:
         """Return the token that the grammar allows in place of this one, and move on by it."""

@@ -5,4 +5,5 @@ registry.py    backends by name, and which one a device gets
 row_groups.py  which decode rows are attended together
 reference.py   plain torch, any device
 cpu.py         made fast for processors
+triton.py      by the Triton kernels, for CUDA devices
 """

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import similar_rows
 from asyncserve.gpu.batch import Batch
-from asyncserve.gpu.kv_cache import KVCache, token_rows
+from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import FullAttention, KVSpec
 
 _TILE_LEN = 128
@@ -82,9 +82,8 @@ class _Prefill:
 
 @dataclass(slots=True, kw_only=True)
 class _GroupStep:
-    """What one step needs in one KV group; `write_rows` is `[num_tokens * num_kv_heads] int64`."""
+    """What one step needs in one KV group."""
 
-    write_rows: torch.Tensor
     decodes: list[_DecodeGroup]
     prefills: list[_Prefill]
 
@@ -102,7 +101,7 @@ class CPUAttention:
         return None if device.type == "cpu" else "it is for CPUs only"
 
     def plan(self, batch: Batch, kv_cache: KVCache) -> list[_GroupStep]:
-        """Compute where the step's K and V go and which pages its rows read, per KV group."""
+        """Compute which pages the step's rows read, per KV group."""
         return [_plan_group(batch, group.group_id, group.spec) for group in kv_cache.groups]
 
     def run(
@@ -115,13 +114,12 @@ class CPUAttention:
         kv_cache: KVCache,
         planned: object,
     ) -> torch.Tensor:
-        """Write k and v into the cache and attend; shapes as in `AttentionBackend.run`."""
+        """Attend; shapes as in `AttentionBackend.run`."""
         assert isinstance(planned, list)
         step: _GroupStep = planned[kv_cache.group_of_layer[layer.layer_id]]
         keys = kv_cache.keys[layer.layer_id]
         values = kv_cache.values[layer.layer_id]
         head_dim = layer.head_dim
-        k, v = kv_cache.write(layer.layer_id, step.write_rows, k, v)
 
         if not step.prefills and len(step.decodes) == 1:
             return self._decode(layer, q, keys, values, step.decodes[0])
@@ -198,8 +196,6 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
     heads = torch.arange(num_kv_heads)
     block_table = batch.block_tables[group_id].to(torch.int64)
 
-    write_rows = token_rows(batch.slot_mapping[group_id], spec)
-
     def page_rows(blocks: torch.Tensor) -> torch.Tensor:
         # Seen as rows of whole pages, (block, head) is row block * num_kv_heads + head.
         return (blocks.unsqueeze(-2) * num_kv_heads + heads[:, None]).reshape(-1)
@@ -241,7 +237,7 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
             )
         )
         begin += num_tokens
-    return _GroupStep(write_rows=write_rows, decodes=decodes, prefills=prefills)
+    return _GroupStep(decodes=decodes, prefills=prefills)
 
 
 def _decode_mask(layer: AttentionLayer, group: _DecodeGroup, dtype: torch.dtype) -> torch.Tensor:

@@ -1,16 +1,18 @@
 """The seam of attention: what a layer asks, and what a backend must do.
 
-A backend writes the step's K and V into the paged cache and attends over everything the sequences have
-there. It is told the step once (`plan`) and then called by every layer (`run`).
+A backend attends over everything the sequences have in the paged cache. It is told the step once (`plan`)
+and then called by every layer (`run`), when the step's own K and V are in the cache already. They are written
+before it is called, in one place each: `StepAttention.run` for a layer that hands over rotated heads, the
+layer itself, in the kernel that rotates them, if it calls `StepAttention.attend`.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
 from asyncserve.gpu.batch import Batch
-from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.kv_cache import KVCache, token_rows
 from asyncserve.kv_spec import KVSpec
 
 
@@ -56,13 +58,14 @@ class AttentionBackend(Protocol):
         kv_cache: KVCache,
         planned: object,
     ) -> torch.Tensor:
-        """Write k and v into the cache and attend.
+        """Attend; the step's k and v are in the cache already, and it is not written here.
 
         Args:
             layer: The layer that asks.
             q: `[num_tokens, num_heads, head_dim]`, rotated.
-            k: `[num_tokens, num_kv_heads, head_dim]`, rotated.
-            v: `[num_tokens, num_kv_heads, head_dim]`.
+            k: `[num_tokens, num_kv_heads, head_dim]`, rotated: what the cache holds of this step, in its
+                dtype, for whom it is quicker to read here than page by page.
+            v: As `k`, not rotated.
             batch: The step.
             kv_cache: The paged cache of all layers.
             planned: What `plan` returned for this step.
@@ -72,15 +75,66 @@ class AttentionBackend(Protocol):
         """
 
 
+class LayerCache(NamedTuple):
+    """Where one layer's K and V of a step go.
+
+    Args:
+        keys: `[num_blocks, num_kv_heads, block_len, head_dim]`, contiguous.
+        values: As `keys`.
+        slot_mapping: `[num_tokens] int64`, `block_id * block_len + offset`; -1: the token is padding and is
+            not written.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class StepAttention:
-    """Attention bound to one step: what a model's layers call."""
+    """Attention bound to one step: what a model's layers call, once each, by `run` or by `attend`.
+
+    Args:
+        backend: Who attends.
+        batch: The step.
+        kv_cache: The paged cache of all layers.
+        planned: What the backend's `plan` returned for the step.
+        rows: Per KV group, where its tokens stand (`token_rows`); filled when a layer of the group is run.
+    """
 
     backend: AttentionBackend
     batch: Batch
     kv_cache: KVCache
     planned: object
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def run(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend for one layer; shapes as `AttentionBackend.run`."""
+        """Write k and v into the layer's cache and attend; shapes as in `AttentionBackend.run`.
+
+        Args:
+            layer: The layer that asks.
+            q: Rotated.
+            k: Rotated; in any dtype.
+            v: As `k`, not rotated.
+        """
+        group_id = self.kv_cache.group_of_layer[layer.layer_id]
+        rows = self.rows.get(group_id)
+        if rows is None:
+            rows = token_rows(self.batch.slot_mapping[group_id], self.kv_cache.groups[group_id].spec)
+            self.rows[group_id] = rows
+        k, v = self.kv_cache.write(layer.layer_id, rows, k, v)
+        return self.backend.run(layer, q, k, v, self.batch, self.kv_cache, self.planned)
+
+    def cache_of(self, layer: AttentionLayer) -> LayerCache:
+        """Return where a layer writes k and v that then calls `attend`."""
+        kv_cache, layer_id = self.kv_cache, layer.layer_id
+        slot_mapping = self.batch.slot_mapping[kv_cache.group_of_layer[layer_id]]
+        return LayerCache(kv_cache.keys[layer_id], kv_cache.values[layer_id], slot_mapping)
+
+    def attend(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attend for a layer that wrote k and v into its cache itself; otherwise as `run`."""
+        dtype = self.kv_cache.keys[layer.layer_id].dtype
+        k, v = k.to(dtype), v.to(dtype)
         return self.backend.run(layer, q, k, v, self.batch, self.kv_cache, self.planned)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import similar_rows
 from asyncserve.gpu.batch import Batch
-from asyncserve.gpu.kv_cache import KVCache, token_rows
+from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import DTYPE_BYTES, FullAttention, KVSpec
 
 
@@ -68,12 +68,10 @@ class _GroupStep:
     """What one step needs in one KV group.
 
     Args:
-        write_rows: `[num_tokens * num_kv_heads] int64`, rows of the cache seen as `[…, head_dim]`.
         decodes: The leading rows of one token.
         prefills: The other rows.
     """
 
-    write_rows: torch.Tensor
     decodes: list[_DecodeGroup]
     prefills: list[_Prefill]
 
@@ -107,7 +105,7 @@ class ReferenceAttention:
         return None
 
     def plan(self, batch: Batch, kv_cache: KVCache) -> list[_GroupStep]:
-        """Compute where the step's K and V go and which pages its rows read, per KV group."""
+        """Compute which pages the step's rows read, per KV group."""
         return [self._plan_group(batch, group.group_id, group.spec) for group in kv_cache.groups]
 
     def run(
@@ -120,12 +118,11 @@ class ReferenceAttention:
         kv_cache: KVCache,
         planned: object,
     ) -> torch.Tensor:
-        """Write k and v into the cache and attend; shapes as in `AttentionBackend.run`."""
+        """Attend; shapes as in `AttentionBackend.run`."""
         assert isinstance(planned, list)
         step: _GroupStep = planned[kv_cache.group_of_layer[layer.layer_id]]
         keys = kv_cache.keys[layer.layer_id]
         values = kv_cache.values[layer.layer_id]
-        k, v = kv_cache.write(layer.layer_id, step.write_rows, k, v)
 
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in step.decodes:
@@ -148,8 +145,6 @@ class ReferenceAttention:
         num_kv_heads, block_len = spec.num_kv_heads, spec.block_len
         block_table = batch.block_tables[group_id].to(torch.int64)
         heads = torch.arange(num_kv_heads, device=block_table.device)
-
-        write_rows = token_rows(batch.slot_mapping[group_id], spec)
 
         num_decode = batch.num_decode_rows
         seq_lens = batch.seq_lens_host
@@ -194,7 +189,7 @@ class ReferenceAttention:
                 page_rows = blocks * num_kv_heads + heads[:, None]
             prefills.append(_Prefill(begin=begin, end=end, seq_len=seq_len, page_rows=page_rows))
             begin = end
-        return _GroupStep(write_rows=write_rows, decodes=decodes, prefills=prefills)
+        return _GroupStep(decodes=decodes, prefills=prefills)
 
     def _prefill(
         self,

@@ -1,10 +1,12 @@
 """Attention backends by name, and the choice of one for a cache and a device.
 
 To add a backend: a file beside this one, a line in `BACKENDS`, and its place in `_PREFERENCE`; then run
-`tests/contracts/attention_contract.py` on it. Imported only when chosen.
+`tests/contracts/attention_contract.py` on it. Imported only when considered, so that what it needs may be
+missing.
 """
 
 import importlib
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -13,13 +15,16 @@ from asyncserve.errors import ConfigError
 from asyncserve.gpu.attention.interface import AttentionBackend
 from asyncserve.kv_spec import KVGroup
 
+logger = logging.getLogger(__name__)
+
 BACKENDS = {
     "cpu": "asyncserve.gpu.attention.cpu:CPUAttention",
     "reference": "asyncserve.gpu.attention.reference:ReferenceAttention",
+    "triton": "asyncserve.gpu.attention.triton:TritonAttention",
 }
 """Name to `module:class`; the class takes no argument."""
 
-_PREFERENCE = {"cuda": ("reference",), "cpu": ("cpu", "reference")}
+_PREFERENCE = {"cuda": ("triton", "reference"), "cpu": ("cpu", "reference")}
 
 
 def load_attention(name: str, groups: Sequence[KVGroup], device: torch.device) -> AttentionBackend:
@@ -35,12 +40,26 @@ def load_attention(name: str, groups: Sequence[KVGroup], device: torch.device) -
     """
     if name != "auto" and name not in BACKENDS:
         raise ConfigError(f"attention_backend is {name!r}; known: auto, {', '.join(BACKENDS)}")
-    reasons = []
+    reasons: list[str] = []
     for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
-        module_name, _, class_name = BACKENDS[candidate].partition(":")
-        backend: AttentionBackend = getattr(importlib.import_module(module_name), class_name)()
-        reason = next((why for group in groups if (why := backend.supports(group.spec, device))), None)
-        if reason is None:
-            return backend
-        reasons.append(f"{candidate}: {reason}")
+        found = _load(candidate, groups, device)
+        if not isinstance(found, str):
+            why = "asked for" if name != "auto" else f"the first that serves this model on {device}"
+            logger.info("attention backend %s: %s", candidate, "; ".join((why, *reasons)))
+            return found
+        reasons.append(f"{candidate}: {found}")
     raise ConfigError(f"no attention backend serves this model on {device}: {'; '.join(reasons)}")
+
+
+def _load(name: str, groups: Sequence[KVGroup], device: torch.device) -> AttentionBackend | str:
+    """Return a backend, or why it cannot serve."""
+    module_name, _, class_name = BACKENDS[name].partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "asyncserve":
+            raise
+        return f"it needs {error.name}, which is not installed"
+    backend: AttentionBackend = getattr(module, class_name)()
+    reason = next((why for group in groups if (why := backend.supports(group.spec, device))), None)
+    return backend if reason is None else reason

@@ -1,7 +1,11 @@
 """Multi-head attention as a layer: project, normalize (if the model does), rotate, attend, project back.
 
-The attending itself, cache included, is the backend's: this layer hands it rotated heads.
+The attending itself is the backend's. On a GPU one kernel (`gpu/kernels/rotary.py`) normalizes, rotates and
+writes k and v into the cache; elsewhere torch's own kernels do, which are also its reference.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -54,6 +58,7 @@ class Attention(nn.Module):
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         self.qk_and_v = (q_size + kv_size, kv_size)
         self.q_and_k = (num_heads, num_kv_heads)
+        self.q_k_v = (num_heads, num_kv_heads, num_kv_heads)
         self.qkv_proj = Linear(
             hidden_size,
             q_size + 2 * kv_size,
@@ -68,12 +73,21 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
         # gain `[num_heads + num_kv_heads, head_dim]` and floor: both norms at once.
         self.qk_norm: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.kernel: Callable[..., None] | None = None
 
-    def finish_loading(self) -> None:
-        """Put the norms' weights side by side, one row per head, so that one pass serves q and k."""
+    def finish_loading(self, *, fused: bool = False) -> None:
+        """Take the kernel, or put the norms' weights side by side so that one pass serves q and k."""
+        num_heads, num_kv_heads = self.q_and_k
+        if fused:
+            from asyncserve.gpu.kernels import rotary as kernels
+
+            norm = None
+            if self.qk_norm_eps is not None:
+                norm = kernels.QKNorm(self.q_norm.weight.data, self.k_norm.weight.data, self.qk_norm_eps)
+            self.kernel = functools.partial(kernels.rotate_and_write, num_heads=num_heads, qk_norm=norm)
+            return
         if self.qk_norm_eps is None:
             return
-        num_heads, num_kv_heads = self.q_and_k
         weight = torch.cat(
             (self.q_norm.weight.expand(num_heads, -1), self.k_norm.weight.expand(num_kv_heads, -1))
         )
@@ -82,7 +96,12 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
         """`[num_tokens, hidden_size]` → a new tensor of the same shape."""
         layer = self.layer
-        qk, v = self.qkv_proj.forward(hidden).split_with_sizes(self.qk_and_v, 1)
+        qkv = self.qkv_proj.forward(hidden)
+        if self.kernel is not None:
+            self.kernel(qkv, *rotation, *attention.cache_of(layer))
+            heads = qkv.view(-1, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
+            return self.o_proj.forward(attention.attend(layer, *heads.split_with_sizes(self.q_k_v, 1)))
+        qk, v = qkv.split_with_sizes(self.qk_and_v, 1)
         qk = qk.view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
         v = v.view(-1, layer.num_kv_heads, layer.head_dim)
         if self.qk_norm is not None:

@@ -4,6 +4,7 @@ A model's modules carry the names of Hugging Face's, so the name of a parameter 
 but for matrices that a `Linear` stacks. Reads no file: `weights.py` does.
 """
 
+import importlib.util
 from collections.abc import Collection, Iterable
 
 import torch
@@ -13,6 +14,7 @@ from asyncserve.errors import CheckpointError
 from asyncserve.gpu.layers.attention import Attention
 from asyncserve.gpu.layers.embedding import OutputHead
 from asyncserve.gpu.layers.linear import Linear
+from asyncserve.gpu.layers.mlp import GatedMLP
 from asyncserve.gpu.layers.norm import RMSNorm
 from asyncserve.gpu.layers.rotary import Rotary
 
@@ -71,13 +73,23 @@ def fill_parameters(
         raise CheckpointError(f"the checkpoint lacks {', '.join(names[:5])}{more}")
 
 
-def finish_layers(model: nn.Module) -> None:
-    """Let every layer prepare what follows from its weights; once, after they are in."""
+def finish_layers(model: nn.Module, *, fused: bool | None = None) -> None:
+    """Let every layer prepare what follows from its weights; once, after they are in.
+
+    Args:
+        model: Its weights are loaded, or have their memory at least.
+        fused: Whether layers run the Triton kernels of `gpu/kernels` where they have one; None: on a GPU, if
+            Triton is installed. Only then is it imported.
+    """
     device = next(model.parameters()).device
+    if fused is None:
+        fused = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     for module in model.modules():
         if isinstance(module, Rotary):
-            module.finish_loading(device)
-        elif isinstance(module, Attention | Linear | OutputHead | RMSNorm):
+            module.finish_loading(device, fused=fused)
+        elif isinstance(module, Attention | GatedMLP | RMSNorm):
+            module.finish_loading(fused=fused)
+        elif isinstance(module, Linear | OutputHead):
             module.finish_loading()
     for module in model.modules():
         # nn.Module finds its children by a fallback that takes as long as a small kernel. From here on they

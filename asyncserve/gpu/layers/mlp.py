@@ -1,5 +1,7 @@
 """The gated feed-forward network: down(silu(gate(x)) * up(x))."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -27,8 +29,24 @@ class GatedMLP(nn.Module):
             stacked={"gate_proj": intermediate_size, "up_proj": intermediate_size},
         )
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype)
+        self.kernel: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def finish_loading(self, *, fused: bool = False) -> None:
+        """Take the kernel in place of `silu_mul`."""
+        if fused:
+            from asyncserve.gpu.kernels import silu_mul as kernels
+
+            self.kernel = kernels.silu_mul
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]` → a new tensor of the same shape."""
-        gate, up = self.gate_up_proj.forward(hidden).chunk(2, -1)
-        return self.down_proj.forward(F.silu(gate).mul_(up))
+        gate_up = self.gate_up_proj.forward(hidden)
+        if self.kernel is not None:
+            return self.down_proj.forward(self.kernel(gate_up))
+        return self.down_proj.forward(silu_mul(gate_up))
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`[num_tokens, 2 * size]`, gates first → `silu(gate) * up`, `[num_tokens, size]`."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)

@@ -8,7 +8,7 @@ Source: the scalings' formulas as in transformers `modeling_rope_utils.py`; YaRN
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,8 @@ class Rotation(NamedTuple):
     """The rotation of each token of a step.
 
     Args:
-        cos: `[num_tokens, 1, head_dim] float32`.
-        sin: `[num_tokens, 1, head_dim] float32`, its first half negated.
+        cos: `[num_tokens, 1, head_dim] float32`, contiguous.
+        sin: `[num_tokens, 1, head_dim] float32`, contiguous, its first half negated.
     """
 
     cos: torch.Tensor
@@ -49,6 +49,8 @@ class Rotary(nn.Module):
         self._head_dim = head_dim
         frequencies, self._magnitude = rope_frequencies(self._parameters_of_rope, head_dim=head_dim)
         self._set(frequencies)
+        self.kernel: Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]] | None
+        self.kernel = None
 
     def _set(self, frequencies: torch.Tensor) -> None:
         # Not a buffer: it is computed, not loaded, and must survive the model's birth on the meta device.
@@ -72,12 +74,18 @@ class Rotary(nn.Module):
             base = _unscaled(float(self._parameters_of_rope["rope_theta"]), self._head_dim)
             self._set(base / tensor.to(device="cpu", dtype=torch.float32))
 
-    def finish_loading(self, device: torch.device) -> None:
-        """Move to the model's device."""
+    def finish_loading(self, device: torch.device, *, fused: bool = False) -> None:
+        """Move to the model's device; there, take the kernel in place of torch's own ones."""
         self.frequencies = self.frequencies.to(device)
+        if fused:
+            from asyncserve.gpu.kernels import rotary as kernels
+
+            self.kernel = kernels.make_rotation
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """`[num_tokens] int64` → the rotation of each token."""
+        if self.kernel is not None:
+            return Rotation(*self.kernel(positions, self.frequencies, self._magnitude))
         angles = (positions.float().unsqueeze(-1) * self.frequencies).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin_()
         if self._magnitude != 1.0:

@@ -50,10 +50,27 @@ class Qwen3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, eps=sizes.norm_eps, dtype=dtype)
         self.mlp = GatedMLP(sizes.hidden_size, sizes.intermediate_size, bias=False, dtype=dtype)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention) -> None:
-        """Add the layer's two contributions to `hidden`, `[num_tokens, hidden_size]`, in place."""
-        hidden += self.self_attn.forward(self.input_layernorm.forward(hidden), rotation, attention)
-        hidden += self.mlp.forward(self.post_attention_layernorm.forward(hidden))
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        update: torch.Tensor | None,
+        rotation: Rotation,
+        attention: StepAttention,
+    ) -> torch.Tensor:
+        """Add to `hidden` in place what the layer before contributed and what attention does.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`.
+            update: The layer before's return value; None in the first layer.
+            rotation: Of the step.
+            attention: Of the step.
+
+        Returns:
+            What the feed-forward network contributes, as `hidden`, not yet added.
+        """
+        normed = self.input_layernorm.forward(hidden, update)
+        attended = self.self_attn.forward(normed, rotation, attention)
+        return self.mlp.forward(self.post_attention_layernorm.forward(hidden, attended))
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -102,9 +119,10 @@ class Qwen3ForCausalLM(nn.Module):
         """Run all layers; returns `[num_tokens, hidden_size]` after the final norm."""
         hidden = self.embed_tokens.forward(batch.input_ids)
         rotation = self.rotary.forward(batch.positions)
+        update: torch.Tensor | None = None
         for layer in self.layers:
-            layer.forward(hidden, rotation, attention)
-        return self.norm.forward(hidden)
+            update = layer.forward(hidden, update, rotation, attention)
+        return self.norm.forward(hidden, update)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden_size]` → `[rows, vocab_size] float32`."""

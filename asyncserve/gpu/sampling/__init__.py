@@ -3,5 +3,6 @@
 `sampler` (the whole of it, per slot and step), `logit_bias`, `allowed_tokens`, `bad_words`, `penalties` and
 `token_masks` (change the logits of the rows that ask), `truncation` (temperature, min-p, top-k, top-p),
 `gumbel` (the random choice, stateless), `selection` (argmax and largest elements of long rows), `logprobs`
-(what the model itself thought), `upload` (small arrays on their way to the device).
+(what the model itself thought), `bit_masks` (most of a vocabulary forbidden at once), `upload` (small arrays
+on their way to the device).
 """

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncserve.gpu.sampling.upload import upload, upload_ids
+from asyncserve.gpu.sampling.bit_masks import MaskApplier, pack
+from asyncserve.gpu.sampling.upload import upload
 
 
 class AllowedTokens:
@@ -24,8 +25,8 @@ class AllowedTokens:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._bits: dict[int, Tensor] = {}
-        self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        self._applier = MaskApplier(device)
+        self._masks: dict[int, Tensor] = {}
 
     def set(self, slot: int, token_ids: Sequence[int]) -> bool:
         """Let a slot choose among these tokens alone; returns whether that forbids any."""
@@ -34,12 +35,12 @@ class AllowedTokens:
         is_allowed[ids[(ids >= 0) & (ids < self._vocab_size)]] = True
         if is_allowed.all() or not is_allowed.any():  # something must be left to choose
             return False
-        self._bits[slot] = upload(np.packbits(is_allowed, bitorder="little"), self._device)
+        self._masks[slot] = upload(pack(is_allowed), self._device)
         return True
 
     def release(self, slot: int) -> None:
         """Forget a slot's list; nothing happens if it has none."""
-        self._bits.pop(slot, None)
+        self._masks.pop(slot, None)
 
     def apply(self, logits: Tensor, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Forbid every listed slot's other tokens in its row, in place.
@@ -49,11 +50,4 @@ class AllowedTokens:
             rows: Indexes into `num_samples`, ascending.
             slots: The slot of each of these rows; each has a list.
         """
-        packed = torch.stack([self._bits[slot] for slot in slots])
-        bits = (packed.unsqueeze(2) >> self._shifts) & 1
-        is_forbidden = bits.view(len(slots), -1)[:, : logits.shape[1]] == 0
-        if len(rows) == logits.shape[0]:
-            logits.masked_fill_(is_forbidden, -torch.inf)
-            return
-        index = upload_ids(rows, self._device)
-        logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(is_forbidden, -torch.inf))
+        self._applier.apply(logits, rows, torch.stack([self._masks[slot] for slot in slots]))

@@ -3,58 +3,55 @@
 Owns a matcher for each slot that has a grammar. A matcher works on the host, and the mask of a row depends
 on its last token; so it is made as late as can be. A step's forward pass is launched without it, and only
 then is the copy of the step before waited for (`expect` told of it), the matcher moved on, the mask filled
-and
-applied: a device that is one step ahead stays so. A matcher that refuses a token, raises or takes far too
-long forbids its row everything, which ends that sequence and no other.
+and applied: a device that is one step ahead stays so. A matcher that refuses a token, raises or takes far
+too long forbids its row everything, which ends that sequence and no other.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from asyncserve.gpu.device import Event
+from asyncserve.gpu.sampling.bit_masks import WORD_BITS, MaskApplier, Words, num_words, pack
 from asyncserve.gpu.sampling.upload import upload_ids
 from asyncserve.grammar import GrammarMatcher
 from asyncserve.step import SlotAssignment
 
 logger = logging.getLogger(__name__)
 
+USUAL_S = 0.002
+"""Processor time that one call of a matcher may take: a hundred times what most take."""
 SLOW_S = 1.0
-"""Processor time of one call of a matcher above which its sequence ends: all others wait for it."""
-
-_WORD_BITS = 32
-
-Words = npt.NDArray[np.int32]
+"""Processor time beyond it after which a sequence ends, all its calls together: all others wait for it."""
 
 
+@dataclass(slots=True, eq=False)
 class _Row:
     """One slot's matcher.
 
-    Attributes:
-        matcher: Moved on by all tokens but those of `TokenMasks._unseen`.
-        has_failed: It is of no use any more.
+    Args:
+        slot: Whose it is.
+        matcher: Moved on by all tokens but those of `TokenMasks._unseen`; None once it is of no use any more.
         stops: The grammar's stop tokens.
         others: Mask words that allow all but these.
         early: Mask words that allow all but what `min_tokens` forbids; None once it forbids nothing.
         first_end: Absolute position from which it forbids nothing.
+        late_s: What its calls took beyond `USUAL_S` each.
     """
 
-    __slots__ = ("early", "first_end", "has_failed", "matcher", "others", "slot", "stops")
-
-    def __init__(self, slot: int, matcher: GrammarMatcher, stops: Sequence[int], others: Words) -> None:
-        self.slot = slot
-        self.matcher = matcher
-        self.stops = stops
-        self.others = others
-        self.early: Words | None = None
-        self.first_end = 0
-        self.has_failed = False
+    slot: int
+    matcher: GrammarMatcher | None
+    stops: Sequence[int]
+    others: Words
+    early: Words | None = None
+    first_end: int = 0
+    late_s: float = 0.0
 
 
 class TokenMasks:
@@ -67,21 +64,22 @@ class TokenMasks:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._num_words = -(-vocab_size // _WORD_BITS)
         self._device = device
+        self._applier = MaskApplier(device)
         self._rows: dict[int, _Row] = {}
         self._unseen: deque[tuple[list[tuple[_Row, int]], Tensor, Event]] = deque()
-        # Entry b is eight bytes: one for each bit of b, lowest first, set where the bit is not.
-        clear = np.unpackbits(~np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        self._clear_bits = torch.from_numpy(clear.view(np.int64).reshape(256)).to(device)
 
     def admit(self, assignment: SlotAssignment) -> None:
         """Give a slot the matcher of its grammar, moved on by the outputs it already has."""
         grammar = assignment.grammar
         assert grammar is not None
         stops = [token_id for token_id in grammar.stop_token_ids if 0 <= token_id < self._vocab_size]
-        row = _Row(assignment.slot, grammar.matcher(), stops, self._words_without(stops))
+        row = _Row(assignment.slot, None, stops, self._words_without(stops))
         self._rows[assignment.slot] = row
+        try:
+            row.matcher = grammar.matcher()
+        except Exception as error:  # of a foreign library: this row's alone
+            self._fail(row, repr(error))
         first_end = assignment.prompt_len + assignment.sampling.min_tokens
         if len(assignment.token_ids) < first_end:
             row.first_end = first_end
@@ -92,6 +90,8 @@ class TokenMasks:
     def release(self, slot: int) -> None:
         """Forget a slot's matcher; nothing happens if it has none."""
         self._rows.pop(slot, None)
+        if not self._rows:
+            self._unseen.clear()
 
     def expect(self, slots: Sequence[int], token_ids: Tensor, copied: Event) -> None:
         """Take note of where the tokens just sampled will be.
@@ -123,9 +123,10 @@ class TokenMasks:
             positions: Absolute position that each of these rows' token will take.
         """
         self._take_unseen()
-        host = torch.zeros(
-            (len(rows), self._num_words), dtype=torch.int32, pin_memory=self._device.type == "cuda"
-        )
+        # Pinned, since copies of this size would wait otherwise; its memory is given out again only when this
+        # one is done.
+        shape = (len(rows), num_words(self._vocab_size))
+        host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         words: Words = host.numpy()
         ending: list[tuple[int, int]] = []
         for place, (logits_row, slot, position) in enumerate(zip(rows, slots, positions, strict=True)):
@@ -136,16 +137,7 @@ class TokenMasks:
                 ending += [(logits_row, token_id) for token_id in row.stops if _has(own, token_id)]
         if ending:
             self._lift(logits, ending)
-        # Pinned, since copies of this size would wait otherwise; its memory is given out again only when this
-        # one is done.
-        packed = host.to(self._device, non_blocking=True).view(torch.uint8).to(torch.int32)
-        is_forbidden = self._clear_bits.index_select(0, packed.view(-1)).view(torch.bool)
-        is_forbidden = is_forbidden.view(len(rows), -1)[:, : logits.shape[1]]
-        if len(rows) == logits.shape[0]:
-            logits.masked_fill_(is_forbidden, -torch.inf)
-            return
-        index = upload_ids(rows, self._device)
-        logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(is_forbidden, -torch.inf))
+        self._applier.apply(logits, rows, host.to(self._device, non_blocking=True))
 
     def _take_unseen(self) -> None:
         """Move the matchers on by the tokens of the steps before; waits for their copies."""
@@ -159,10 +151,10 @@ class TokenMasks:
 
     def _accept(self, row: _Row, token_id: int) -> None:
         # After its end a row may still be in the step that was launched before anybody knew.
-        if row.has_failed or row.matcher.is_done:
+        if row.matcher is None or row.matcher.is_done:
             return
         if token_id < 0:  # the sequence ends with an error
-            row.has_failed = True
+            row.matcher = None
             return
         began_s = time.thread_time()
         try:
@@ -170,19 +162,19 @@ class TokenMasks:
                 self._fail(row, f"refused token {token_id}")
         except Exception as error:  # of a foreign library: this row's alone
             self._fail(row, repr(error))
-        self._check_time(row, began_s)
+        self._note_time(row, began_s)
 
     def _fill(self, row: _Row, words: Words, position: int) -> None:
         """Write the mask of one row; all its words are zero before."""
-        if row.has_failed or row.matcher.is_done:
+        if row.matcher is None or row.matcher.is_done:
             return
         began_s = time.thread_time()
         try:
             row.matcher.fill_mask(words.data)
         except Exception as error:  # of a foreign library: this row's alone
             self._fail(row, repr(error))
-        self._check_time(row, began_s)
-        if row.has_failed:
+        self._note_time(row, began_s)
+        if row.matcher is None:
             words.fill(0)
         elif row.early is not None:
             if position >= row.first_end:  # positions only grow
@@ -190,13 +182,13 @@ class TokenMasks:
             elif (words & row.early).any():
                 words &= row.early
 
-    def _check_time(self, row: _Row, began_s: float) -> None:
-        took_s = time.thread_time() - began_s
-        if took_s > SLOW_S and not row.has_failed:
-            self._fail(row, f"took {took_s:.1f} s for one token")
+    def _note_time(self, row: _Row, began_s: float) -> None:
+        row.late_s += max(0.0, time.thread_time() - began_s - USUAL_S)
+        if row.late_s > SLOW_S and row.matcher is not None:
+            self._fail(row, f"took {row.late_s:.1f} s longer than usual")
 
     def _fail(self, row: _Row, why: str) -> None:
-        row.has_failed = True
+        row.matcher = None
         logger.warning("the grammar of slot %d cannot be followed any further: its matcher %s", row.slot, why)
 
     def _lift(self, logits: Tensor, ending: Sequence[tuple[int, int]]) -> None:
@@ -206,11 +198,11 @@ class TokenMasks:
         values = flat.take(index)
         flat.index_copy_(0, index, values.masked_fill_(values == -torch.inf, 0.0))
 
-    def _words_without(self, token_ids: Sequence[int] | frozenset[int]) -> Words:
-        is_kept = np.ones(self._num_words * _WORD_BITS, np.bool_)
+    def _words_without(self, token_ids: Collection[int]) -> Words:
+        is_kept = np.ones(self._vocab_size, np.bool_)
         is_kept[[token_id for token_id in token_ids if 0 <= token_id < self._vocab_size]] = False
-        return np.packbits(is_kept, bitorder="little").view(np.int32)
+        return pack(is_kept)
 
 
 def _has(words: Words, token_id: int) -> bool:
-    return bool(words[token_id // _WORD_BITS] >> (token_id % _WORD_BITS) & 1)
+    return bool(words[token_id // WORD_BITS] >> (token_id % WORD_BITS) & 1)

@@ -1,8 +1,11 @@
+import logging
+import sys
+
 import pytest
 import torch
 
 from asyncserve.errors import ConfigError
-from asyncserve.gpu.attention.registry import BACKENDS, load_attention
+from asyncserve.gpu.attention.registry import load_attention
 from asyncserve.kv_spec import FullAttention, KVGroup
 
 GROUP = KVGroup(
@@ -14,8 +17,8 @@ GROUP = KVGroup(
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
-def test_every_listed_backend_loads_under_its_own_name(name: str) -> None:
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_every_backend_for_cpus_loads_under_its_own_name(name: str) -> None:
     assert load_attention(name, [GROUP], CPU).name == name
 
 
@@ -24,5 +27,44 @@ def test_auto_on_a_cpu_is_the_backend_for_cpus() -> None:
 
 
 def test_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'flash'.*auto, cpu, reference"):
+    with pytest.raises(ConfigError, match=r"'flash'.*auto, cpu, reference, triton"):
         load_attention("flash", [GROUP], CPU)
+
+
+def test_the_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "asyncserve"):
+        load_attention("auto", [GROUP], CPU)
+        load_attention("reference", [GROUP], CPU)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention backend cpu: the first that serves this model on cpu",
+        "attention backend reference: asked for",
+    ]
+
+
+def test_a_backend_whose_library_is_missing_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("asyncserve.gpu.") or name == "triton"]:
+        if name == "triton" or "kernels" in name or name.endswith("attention.triton"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError, match="triton: it needs triton, which is not installed"):
+        load_attention("triton", [GROUP], CPU)
+    # Only the names of the devices count here: nothing is put on this one.
+    with caplog.at_level(logging.INFO, "asyncserve"):
+        assert load_attention("auto", [GROUP], torch.device("cuda")).name == "reference"
+    assert caplog.messages == [
+        "attention backend reference: the first that serves this model on cuda; "
+        "triton: it needs triton, which is not installed"
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_auto_on_a_gpu_is_triton_and_reference_can_be_asked_for() -> None:
+    pytest.importorskip("triton")
+    cuda = torch.device("cuda")
+    assert load_attention("auto", [GROUP], cuda).name == "triton"
+    assert load_attention("reference", [GROUP], cuda).name == "reference"
+    with pytest.raises(ConfigError, match="triton: it needs a CUDA device"):
+        load_attention("triton", [GROUP], CPU)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncserve.gpu.attention.interface import StepAttention
+from asyncserve.gpu.attention.interface import AttentionBackend, StepAttention
 from asyncserve.gpu.attention.reference import ReferenceAttention
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
@@ -59,13 +59,21 @@ class PagedRun:
         num_sequences: Whose pages exist.
         dtype: Of the cache.
         device: Where the model is.
+        backend: Who attends; None: the reference.
     """
 
     def __init__(
-        self, model: Model, *, num_sequences: int = 1, dtype: str = "float32", device: torch.device = CPU
+        self,
+        model: Model,
+        *,
+        num_sequences: int = 1,
+        dtype: str = "float32",
+        device: torch.device = CPU,
+        backend: AttentionBackend | None = None,
     ) -> None:
         self.model = model
         self.device = device
+        self.backend = backend or ReferenceAttention()
         specs = model.kv_specs(block_len=BLOCK_LEN, dtype=dtype)
         num_blocks = 1 + num_sequences * BLOCKS_PER_SEQUENCE
         group = KVGroup(group_id=0, spec=specs[0], layer_ids=tuple(range(len(specs))), num_blocks=num_blocks)
@@ -107,7 +115,7 @@ class PagedRun:
             seq_lens_host=tuple(seq_lens),
             num_decode_rows=sum(1 for length in query_lens if length == 1),
         )
-        backend = ReferenceAttention()
-        attention = StepAttention(backend, batch, self.kv_cache, backend.plan(batch, self.kv_cache))
+        planned = self.backend.plan(batch, self.kv_cache)
+        attention = StepAttention(self.backend, batch, self.kv_cache, planned)
         logits = self.model.logits(self.model.forward(batch, attention)).cpu()
         return dict(zip(ordered, logits.split_with_sizes(query_lens), strict=True))

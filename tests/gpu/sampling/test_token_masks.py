@@ -1,4 +1,6 @@
+import gc
 import math
+import weakref
 from array import array
 from collections.abc import Sequence
 
@@ -7,7 +9,7 @@ import torch
 
 from asyncserve.gpu.device import CpuEvent
 from asyncserve.gpu.sampling.sampler import Sampler
-from asyncserve.gpu.sampling.token_masks import SLOW_S, TokenMasks
+from asyncserve.gpu.sampling.token_masks import SLOW_S, USUAL_S, TokenMasks
 from asyncserve.grammar import Grammar
 from asyncserve.request import SamplingParams
 from asyncserve.step import NO_TOKEN, SlotAssignment
@@ -294,22 +296,59 @@ def test_a_matcher_that_fails_ends_its_row_alone(breaks: str) -> None:
     assert rows.step(0, 1) == [NO_TOKEN, ord("z")]
 
 
-def test_a_matcher_that_takes_far_too_long_ends_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-
-    class SlowMatcher(FakeMatcher):
-        def fill_mask(self, words: memoryview) -> None:
-            super().fill_mask(words)
-            now_s[0] += 2 * SLOW_S if self._written else SLOW_S / 2
-
-    class SlowGrammar(FakeGrammar):
+def test_a_matcher_that_cannot_even_begin_ends_its_row_alone() -> None:
+    class NoGrammar(FakeGrammar):
         def matcher(self) -> FakeMatcher:
-            return SlowMatcher(self)
+            raise MemoryError
 
-    monkeypatch.setattr("time.thread_time", lambda: now_s[0])
-    rows = Rows(assignment(0, SlowGrammar(["abc"], FakeTokenizer(), VOCAB)), assignment(1, grammar("xyz")))
+    resumed = assignment(0, NoGrammar(["abc"], FakeTokenizer(), VOCAB), outputs=b"a")
+    rows = Rows(resumed, assignment(1, grammar("xyz")))
+    assert rows.step(0, 1) == [NO_TOKEN, ord("x")]
+
+
+class SlowGrammar(FakeGrammar):
+    """Each of its masks takes some processor time."""
+
+    def __init__(self, text: str, takes_s: float) -> None:
+        super().__init__([text], FakeTokenizer(), VOCAB)
+        self.takes_s = takes_s
+        self.now_s = 0.0
+
+    def matcher(self) -> FakeMatcher:
+        slow = self
+
+        class SlowMatcher(FakeMatcher):
+            def fill_mask(self, words: memoryview) -> None:
+                super().fill_mask(words)
+                slow.now_s += slow.takes_s
+
+        return SlowMatcher(self)
+
+
+def test_a_matcher_whose_calls_take_far_too_long_in_all_ends_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowGrammar("abc", 0.6 * SLOW_S)
+    monkeypatch.setattr("time.thread_time", lambda: slow.now_s)
+    rows = Rows(assignment(0, slow), assignment(1, grammar("xyz")))
     assert rows.step(0, 1) == [ord("a"), ord("x")]
     assert rows.step(0, 1) == [NO_TOKEN, ord("y")]
+
+
+def test_calls_that_take_a_usual_time_add_up_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a" * (int(SLOW_S / USUAL_S) + 10)
+    slow = SlowGrammar(text, 0.99 * USUAL_S)
+    monkeypatch.setattr("time.thread_time", lambda: slow.now_s)
+    assert Rows(assignment(0, slow)).write(0, len(text) + 1) == [*text.encode(), EOS_ID]
+
+
+def test_nothing_is_kept_of_a_grammar_whose_slot_was_released() -> None:
+    follows = FakeGrammar(["abc"], FakeTokenizer(), VOCAB)
+    kept = weakref.ref(follows)
+    rows = Rows(assignment(0, follows))
+    rows.step(0)
+    del follows
+    rows.sampler.release(0)
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_sampler_without_grammars_waits_for_nothing() -> None:

@@ -1,0 +1,188 @@
+"""Paged attention by the Triton kernels: decode rows in one launch or two, the other rows in one.
+
+Rows of one token go to `kernels/paged_decode.py`, those of several to `kernels/paged_prefill.py`; both read
+everything, the step's own K and V included, from the cache. Lengths, tables and where rows begin are read on
+the device; the host knows the numbers of rows and the longest of them, and waits for nothing. Needs a CUDA
+device; in Triton's interpreter, which is for tests, it takes tensors of a CPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncserve.gpu.attention.interface import AttentionLayer
+from asyncserve.gpu.batch import Batch
+from asyncserve.gpu.kernels.paged_decode import DecodeConfig, decode_config, new_scratch, paged_decode
+from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_configs
+from asyncserve.gpu.kernels.paging import IS_INTERPRETED
+from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.kv_spec import KVSpec
+
+_MOST_HEAD_DIM = 256
+_LEAST_CAPABILITY = (8, 0)
+"""Copies that pass the registers by, and bfloat16 in tensor cores."""
+
+_INTERPRETED_SMS = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """What one step needs.
+
+    Args:
+        num_decode_rows: Leading rows of one token.
+        num_prefill_rows: The other rows.
+        longest_query: Most tokens of one of these.
+    """
+
+    num_decode_rows: int
+    num_prefill_rows: int
+    longest_query: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kind:
+    """How layers of one shape are served.
+
+    Args:
+        decode: How decode rows are cut.
+        scratch: Of `new_scratch`. One for all layers: they run one after the other.
+        short_prefill: How rows of few queries are cut.
+        long_prefill: How the others are.
+        is_warm: Whether both have run.
+    """
+
+    decode: DecodeConfig
+    scratch: tuple[torch.Tensor, torch.Tensor]
+    short_prefill: PrefillConfig
+    long_prefill: PrefillConfig
+    is_warm: bool = False
+
+
+class TritonAttention:
+    """The backend. Its only state is scratch memory; it serves one step at a time.
+
+    Args:
+        decode: How decode rows are cut; None for what suits the device.
+        prefill: How the other rows are cut; None for what suits heads and dtype.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, decode: DecodeConfig | None = None, prefill: PrefillConfig | None = None) -> None:
+        self._decode = decode
+        self._prefill = prefill
+        self._kinds: dict[tuple[int, int, int, int | None, torch.dtype, torch.dtype], _Kind] = {}
+
+    def supports(self, spec: KVSpec, device: torch.device) -> str | None:
+        """Return None on a CUDA device that is new enough, if the heads are not too long."""
+        if device.type != "cuda" and not (IS_INTERPRETED and device.type == "cpu"):
+            return "it needs a CUDA device"
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+            return (
+                f"it needs compute capability {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}, "
+                f"the device has {found[0]}.{found[1]}"
+            )
+        if spec.head_dim > _MOST_HEAD_DIM:
+            return f"head_dim is {spec.head_dim}; it serves at most {_MOST_HEAD_DIM}"
+        return None
+
+    def plan(self, batch: Batch, kv_cache: KVCache) -> _Step:
+        """Count the step's rows; nothing is launched."""
+        num_decode = batch.num_decode_rows
+        return _Step(
+            num_decode_rows=num_decode,
+            num_prefill_rows=batch.num_rows - num_decode,
+            longest_query=max(batch.query_lens_host[num_decode:], default=0),
+        )
+
+    def run(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        kv_cache: KVCache,
+        planned: object,
+    ) -> torch.Tensor:
+        """Attend; shapes as in `AttentionBackend.run`. k and v are not read: they are in the cache."""
+        assert isinstance(planned, _Step)
+        group_id = kv_cache.group_of_layer[layer.layer_id]
+        keys, values = kv_cache.keys[layer.layer_id], kv_cache.values[layer.layer_id]
+        block_table = batch.block_tables[group_id]
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        kind = self._kind(layer, q, keys)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        num_decode = planned.num_decode_rows
+        if num_decode:
+            paged_decode(
+                q[:num_decode],
+                keys,
+                values,
+                block_table,
+                batch.seq_lens,
+                out,
+                scale=layer.scale,
+                scratch=kind.scratch,
+                config=kind.decode,
+                window_len=layer.window_len,
+            )
+        if planned.num_prefill_rows:
+            group_len = layer.num_heads // layer.num_kv_heads
+            is_short = planned.longest_query * group_len <= kind.short_prefill.tile_rows
+            configs = [kind.short_prefill if is_short else kind.long_prefill]
+            if not kind.is_warm:
+                # Both are compiled at the first chance, at start-up, and not in the middle of serving.
+                configs = [kind.short_prefill, kind.long_prefill]
+                kind.is_warm = True
+            for config in configs:
+                paged_prefill(
+                    q,
+                    keys,
+                    values,
+                    block_table,
+                    batch.seq_lens,
+                    batch.query_start,
+                    out,
+                    scale=layer.scale,
+                    first_row=num_decode,
+                    num_rows=planned.num_prefill_rows,
+                    first_token=num_decode,
+                    config=config,
+                    window_len=layer.window_len,
+                )
+        return out.view(q.shape[0], -1)
+
+    def _kind(self, layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor) -> _Kind:
+        key = (
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.window_len,
+            q.dtype,
+            keys.dtype,
+        )
+        kind = self._kinds.get(key)
+        if kind is None:
+            wider = max(q.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
+            num_sms = _INTERPRETED_SMS
+            if q.is_cuda:
+                num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+            decode = self._decode or decode_config(head_dim=layer.head_dim, dtype=wider, num_sms=num_sms)
+            short, long = prefill_configs(head_dim=layer.head_dim, dtype=wider)
+            kind = _Kind(
+                decode=decode,
+                scratch=new_scratch(
+                    num_heads=layer.num_heads,
+                    num_kv_heads=layer.num_kv_heads,
+                    head_dim=layer.head_dim,
+                    config=decode,
+                    device=q.device,
+                ),
+                short_prefill=self._prefill or short,
+                long_prefill=self._prefill or long,
+            )
+            self._kinds[key] = kind
+        return kind

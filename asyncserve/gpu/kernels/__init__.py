@@ -1,0 +1,9 @@
+"""Triton kernels, each with the function that launches it; torch's own composition stands in the layer above.
+
+paging.py         what the paged attention kernels share
+paged_decode.py   attention of rows of one token
+paged_prefill.py  attention of rows of several tokens
+rms_norm.py       RMSNorm, with the residual
+rotary.py         rotary positions, QK-norm and the KV cache write
+silu_mul.py       the gate of an MLP
+"""

@@ -1,0 +1,49 @@
+"""SiLU of one half of a row times the other half, in one kernel.
+
+Rounds where `silu(gate) * up` of torch's own kernels does: SiLU is computed in float32 and rounded to the
+activations' dtype, and so is the product.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+DEFAULT_TILE = (1024, 4)
+"""Elements and warps of a program: eight elements a thread, loads of 16 bytes in the dtypes of two."""
+
+
+def silu_mul(gate_up: torch.Tensor, *, tile: tuple[int, int] = DEFAULT_TILE) -> torch.Tensor:
+    """Multiply SiLU of the gates by what they let pass.
+
+    Args:
+        gate_up: `[num_tokens, 2 * size]`, gates first, rows contiguous in themselves.
+        tile: As `DEFAULT_TILE`.
+
+    Returns:
+        `silu(gate) * up`, a new contiguous `[num_tokens, size]`.
+    """
+    block_len, num_warps = tile
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    grid = (num_tokens, triton.cdiv(size, block_len))
+    _silu_mul[grid](gate_up, gate_up.stride(0), out, SIZE=size, BLOCK_LEN=block_len, num_warps=num_warps)
+    return out
+
+
+@triton.jit
+def _silu_mul(
+    gate_up_ptr: tl.tensor,
+    gate_up_stride: tl.tensor,
+    out_ptr: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK_LEN: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
+    exists = element < SIZE
+    gate_ptrs = gate_up_ptr + row * gate_up_stride + element
+    gate = tl.load(gate_ptrs, mask=exists, other=0.0)
+    up = tl.load(gate_ptrs + SIZE, mask=exists, other=0.0)
+    x = gate.to(tl.float32)
+    activated = (x / (1.0 + tl.exp(-x))).to(gate.dtype).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + element, (activated * up.to(tl.float32)).to(gate.dtype), mask=exists)

@@ -1,0 +1,398 @@
+"""What the layers' kernels cost on a GPU: `python -m loadtest.kernels`, run in the repository's root.
+
+Each Triton kernel beside the composition of torch's own kernels that it stands for, for the shapes of two
+models and several numbers of tokens, in bfloat16. µs is device time of one call inside a CUDA graph of many,
+which take their inputs in turn from buffers that together exceed the L2 cache if the step is large (small
+ones stay in it, as in a model). GB/s counts each byte that must be read or written once, % is its share of
+a copy measured in the same run. The eager columns are wall time per call, launches from Python included.
+`--sweep` instead times other tiles than the ones chosen.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from asyncserve.gpu.kernels import rms_norm, rotary, silu_mul
+from asyncserve.gpu.kv_cache import KVCache, token_rows
+from asyncserve.gpu.layers import mlp, norm
+from asyncserve.gpu.layers.rotary import Rotary, Rotation, rotate
+from asyncserve.kv_spec import FullAttention, KVGroup
+
+DTYPE = torch.bfloat16
+BLOCK_LEN = 16
+EPS = 1e-5
+CALLS_PER_GRAPH = 32
+BYTES_BEYOND_CACHE = 160 * 2**20
+TOKENS = (1, 8, 64, 256, 2048)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of a model's layers."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_qk_norm: bool
+
+
+SHAPES = (
+    Shape(
+        name="llama-3.1-8b",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        has_qk_norm=False,
+    ),
+    Shape(
+        name="qwen3-0.6b",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        has_qk_norm=True,
+    ),
+)
+
+Call = Callable[[int], object]
+"""Runs the kernel on the inputs of that number."""
+
+
+class Tile(NamedTuple):
+    """One way to cut a kernel's work; which numbers, the kernel's own argument says."""
+
+    name: str
+    call: Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One kernel on one shape.
+
+    Args:
+        kernel: Its name.
+        shape: The model's name.
+        num_tokens: Of the step.
+        num_bytes: Read and written by one call.
+        num_inputs: How many sets of inputs there are to take in turn.
+        fused: Calls the kernel.
+        composed: Calls torch's own kernels instead.
+        tiles: Calls the kernel in other ways.
+    """
+
+    kernel: str
+    shape: str
+    num_tokens: int
+    num_bytes: int
+    num_inputs: int
+    fused: Call
+    composed: Call
+    tiles: Sequence[Tile]
+
+
+def num_inputs(num_bytes: int) -> int:
+    """Return how many inputs of that size leave nothing of the first in the L2 cache."""
+    return max(1, min(CALLS_PER_GRAPH, -(-BYTES_BEYOND_CACHE // num_bytes)))
+
+
+def random(*shape: int) -> torch.Tensor:
+    """Return random values: zeros would take less power, and so less time."""
+    return torch.randn(shape, dtype=DTYPE, device="cuda")
+
+
+def norm_case(shape: Shape, num_tokens: int) -> Case:
+    """The residual added and the sum normalized."""
+    size = shape.hidden_size
+    row_bytes = 2 * size
+    inputs = num_inputs(2 * num_tokens * row_bytes)
+    hidden = [random(num_tokens, size) for _ in range(inputs)]
+    updates = [random(num_tokens, size) * 2**-8 for _ in range(inputs)]
+    weight = random(size)
+    gain, floor = norm.rms_norm_gain(weight), norm.rms_norm_floor(weight, EPS)
+
+    def composed(i: int) -> torch.Tensor:
+        hidden[i] += updates[i]
+        return norm.rms_norm(hidden[i], gain, floor)
+
+    return Case(
+        kernel="rms_norm",
+        shape=shape.name,
+        num_tokens=num_tokens,
+        num_bytes=(4 * num_tokens + 1) * row_bytes,
+        num_inputs=inputs,
+        fused=lambda i: rms_norm.rms_norm(hidden[i], updates[i], weight, eps=EPS),
+        composed=composed,
+        tiles=[
+            Tile(
+                f"{warps} warps",
+                lambda i, warps=warps: rms_norm.rms_norm(  # type: ignore[misc]
+                    hidden[i], updates[i], weight, eps=EPS, num_warps=warps
+                ),
+            )
+            for warps in (2, 4, 8, 16)
+        ],
+    )
+
+
+def gate_case(shape: Shape, num_tokens: int) -> Case:
+    """The gate of the feed-forward network."""
+    size = shape.intermediate_size
+    inputs = num_inputs(4 * num_tokens * size)
+    gate_up = [random(num_tokens, 2 * size) for _ in range(inputs)]
+    return Case(
+        kernel="silu_mul",
+        shape=shape.name,
+        num_tokens=num_tokens,
+        num_bytes=6 * num_tokens * size,
+        num_inputs=inputs,
+        fused=lambda i: silu_mul.silu_mul(gate_up[i]),
+        composed=lambda i: mlp.silu_mul(gate_up[i]),
+        tiles=[
+            Tile(
+                f"{tile[0]} elements, {tile[1]} warps",
+                lambda i, tile=tile: silu_mul.silu_mul(gate_up[i], tile=tile),  # type: ignore[misc]
+            )
+            for tile in ((256, 1), (512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8))
+        ],
+    )
+
+
+def rotary_case(shape: Shape, num_tokens: int) -> Case:
+    """Heads normalized (if the model does) and rotated, k and v written into the cache."""
+    num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    inputs = num_inputs(2 * num_tokens * width)
+    qkv = [random(num_tokens, width) for _ in range(inputs)]
+    spec = FullAttention(
+        block_len=BLOCK_LEN,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=str(DTYPE).removeprefix("torch."),
+    )
+    num_blocks = 1 + 2 * -(-num_tokens // BLOCK_LEN) + 64
+    group = KVGroup(group_id=0, spec=spec, layer_ids=tuple(range(inputs)), num_blocks=num_blocks)
+    cache = KVCache([group], device=torch.device("cuda"))
+    # Decoding rows write one token each, in blocks that lie anywhere.
+    slots = torch.randperm((num_blocks - 1) * BLOCK_LEN, device="cuda")[:num_tokens] + BLOCK_LEN
+    rows = token_rows(slots, spec)
+    turn = Rotary({"rope_theta": 5e5}, head_dim=head_dim)
+    turn.finish_loading(torch.device("cuda"))
+    rotation = turn.forward(torch.randint(0, 8192, (num_tokens,), device="cuda"))
+    qk_norm = composed_norm = None
+    if shape.has_qk_norm:
+        weight = random(head_dim)
+        qk_norm = rotary.QKNorm(weight, weight, EPS)
+        per_head = weight.expand(num_heads + num_kv_heads, -1)
+        composed_norm = (norm.rms_norm_gain(per_head), norm.rms_norm_floor(per_head, EPS))
+
+    def fused(i: int, tile: tuple[int, int] | None = None) -> None:
+        rotary.rotate_and_write(
+            qkv[i],
+            *rotation,
+            cache.keys[i],
+            cache.values[i],
+            slots,
+            num_heads=num_heads,
+            qk_norm=qk_norm,
+            tile=tile,
+        )
+
+    def composed(i: int) -> None:
+        heads = qkv[i].view(num_tokens, -1, head_dim)
+        qk, v = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), 1)
+        if composed_norm is not None:
+            qk = norm.rms_norm(qk, *composed_norm)
+        cache.write(i, rows, rotate(qk, rotation)[:, num_heads:], v)
+
+    # Of q: read and written; of k: read, and written twice; of v: read and written.
+    moved = 2 * num_heads + 5 * num_kv_heads
+    return Case(
+        kernel="rotate_and_write",
+        shape=shape.name,
+        num_tokens=num_tokens,
+        num_bytes=num_tokens * (2 * moved * head_dim + 4 * head_dim + 8),
+        num_inputs=inputs,
+        fused=fused,
+        composed=composed,
+        tiles=[
+            Tile(f"{tile[0]} heads, {tile[1]} warps", lambda i, tile=tile: fused(i, tile))  # type: ignore[misc]
+            for tile in ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 4), (16, 4), (32, 4), (32, 8))
+        ],
+    )
+
+
+def rotation_case(shape: Shape, num_tokens: int) -> Case:
+    """A step's cosines and sines."""
+    turn = Rotary({"rope_theta": 5e5}, head_dim=shape.head_dim)
+    turn.finish_loading(torch.device("cuda"))
+    positions = torch.randint(0, 8192, (num_tokens,), device="cuda")
+
+    def fused(_: int) -> Rotation:
+        return Rotation(*rotary.make_rotation(positions, turn.frequencies, 1.0))
+
+    return Case(
+        kernel="make_rotation",
+        shape=shape.name,
+        num_tokens=num_tokens,
+        num_bytes=num_tokens * 8 * shape.head_dim,
+        num_inputs=1,
+        fused=fused,
+        composed=lambda _: turn.forward(positions),
+        tiles=[],
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Make the cases, one at a time: their inputs are large."""
+    for shape in SHAPES:
+        for make in (norm_case, gate_case, rotary_case, rotation_case):
+            for num_tokens in TOKENS:
+                yield make(shape, num_tokens)
+
+
+def device_us(call: Call, inputs: int) -> float:
+    """Return the device time of a call inside a graph of many."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(CALLS_PER_GRAPH):
+            call(i % inputs)
+    graph.replay()
+    rounds = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(4):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        rounds.append(1e3 * float(begin.elapsed_time(end)) / (4 * CALLS_PER_GRAPH))
+    return statistics.median(rounds)
+
+
+def eager_us(call: Call, inputs: int) -> float:
+    """Return wall time per call of a loop in Python."""
+    rounds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        for i in range(CALLS_PER_GRAPH):
+            call(i % inputs)
+        torch.cuda.synchronize()
+        rounds.append(1e6 * (time.perf_counter() - began_s) / CALLS_PER_GRAPH)
+    return statistics.median(rounds)
+
+
+def copy_gbps() -> float:
+    """Return the bandwidth of a copy of 1 GiB, read and write counted."""
+    source, target = (torch.empty(2**30, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
+    us = device_us(lambda _: target.copy_(source), 1)
+    return 2 * 2**30 / us / 1e3
+
+
+def measure(copy: float) -> list[dict[str, Any]]:
+    """Measure every case and print its row."""
+    print(
+        f"{'kernel':18}{'shape':14}{'tokens':>7}{'µs':>9}{'GB/s':>8}{'%':>6}{'torch µs':>10}{'times':>7}"
+        f"{'eager µs':>10}{'torch eager µs':>16}"
+    )
+    found = []
+    for case in cases():
+        fused, composed = (device_us(call, case.num_inputs) for call in (case.fused, case.composed))
+        fused_eager, composed_eager = (
+            eager_us(call, case.num_inputs) for call in (case.fused, case.composed)
+        )
+        gbps = case.num_bytes / fused / 1e3
+        share = 100 * gbps / copy
+        print(
+            f"{case.kernel:18}{case.shape:14}{case.num_tokens:7}{fused:9.2f}{gbps:8.0f}{share:6.0f}"
+            f"{composed:10.2f}{composed / fused:7.1f}{fused_eager:10.1f}{composed_eager:16.1f}",
+            flush=True,
+        )
+        found.append(
+            {
+                "kernel": case.kernel,
+                "shape": case.shape,
+                "num_tokens": case.num_tokens,
+                "us": round(fused, 3),
+                "gbps": round(gbps, 1),
+                "torch_us": round(composed, 3),
+                "eager_us": round(fused_eager, 2),
+                "torch_eager_us": round(composed_eager, 2),
+            }
+        )
+    return found
+
+
+def sweep() -> list[dict[str, Any]]:
+    """Time the tiles of every case and print them, the quickest first, beside the one that is chosen."""
+    found = []
+    for case in cases():
+        if not case.tiles:
+            continue
+        chosen = device_us(case.fused, case.num_inputs)
+        times = {tile.name: device_us(tile.call, case.num_inputs) for tile in case.tiles}
+        ranked = sorted(times.items(), key=lambda item: item[1])
+        shown = "; ".join(f"{name} {us:.2f}" for name, us in ranked)
+        print(f"{case.kernel} {case.shape} {case.num_tokens}: chosen {chosen:.2f} µs; {shown}", flush=True)
+        found.append(
+            {
+                "kernel": case.kernel,
+                "shape": case.shape,
+                "num_tokens": case.num_tokens,
+                "us": round(chosen, 3),
+                "tiles": {name: round(us, 3) for name, us in ranked},
+            }
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="time other tiles than the ones chosen")
+    parser.add_argument("--json", type=Path, help="file that gets the figures")
+    parser.add_argument("--label", default="", help="said in the file: commit, machine")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        sys.exit("there is no CUDA device")
+    began_s = time.perf_counter()
+    copy = copy_gbps()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+        f"copy {copy:.0f} GB/s"
+    )
+    rows = sweep() if options.sweep else measure(copy)
+    print(f"{time.perf_counter() - began_s:.0f} s")
+    if options.json is not None:
+        content = {
+            "date": datetime.date.today().isoformat(),
+            "label": options.label,
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "copy_gbps": round(copy, 1),
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from asyncserve.gpu.attention.interface import AttentionLayer, StepAttention
+from asyncserve.kv_spec import FullAttention
+from tests.contracts.attention_contract import AttentionContract, Shape, Simulation
+from tests.gpu.kernels.machine import DEVICE, MARKS, ON_GPU
+
+pytest.importorskip("triton")
+from asyncserve.gpu.attention.triton import TritonAttention
+from asyncserve.gpu.kernels.paged_decode import DecodeConfig
+from asyncserve.gpu.kernels.paged_prefill import PrefillConfig
+
+# In the interpreter a program takes milliseconds, and the contract makes thousands.
+pytestmark = [*MARKS, pytest.mark.slow]
+
+
+class TritonInPieces(TritonAttention):
+    """With tiles and splits so small that the smallest rows are taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            decode=DecodeConfig(tile_len=16, num_warps=4, num_stages=3, num_programs=8),
+            prefill=PrefillConfig(tile_rows=16, tile_len=16, num_warps=4, num_stages=2),
+        )
+
+
+class TestTritonInPieces(AttentionContract):
+    backend_class = TritonInPieces
+    device = DEVICE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+class TestTriton(AttentionContract):
+    backend_class = TritonAttention
+    device = DEVICE
+
+
+def test_long_prompts_in_chunks_beside_decoding_rows() -> None:
+    simulation = Simulation(TritonInPieces(), DEVICE, Shape(num_layers=1, head_dim=32))
+    first, second, third = (simulation.add_sequence() for _ in range(3))
+    simulation.step([(first, 90)])
+    simulation.step([(first, 1), (second, 40), (third, 2)])
+    simulation.step([(first, 1), (second, 33), (third, 1)])
+    simulation.step([(third, 1), (first, 1), (second, 17)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+@pytest.mark.parametrize("window_len", [None, 100])
+def test_hundreds_of_positions_with_the_heads_of_a_real_model(window_len: int | None) -> None:
+    shape = Shape(
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=128,
+        block_len=16,
+        num_layers=1,
+        window_len=window_len,
+    )
+    simulation = Simulation(TritonAttention(), DEVICE, shape)
+    first, second = simulation.add_sequence(), simulation.add_sequence()
+    simulation.step([(first, 150), (second, 65)])
+    simulation.step([(first, 1), (second, 90)])
+    simulation.step([(first, 1), (second, 1)])
+
+
+def test_what_it_does_not_serve_is_said() -> None:
+    spec = FullAttention(block_len=16, num_kv_heads=1, head_dim=512, dtype="bfloat16")
+    assert TritonAttention().supports(spec, DEVICE) == "head_dim is 512; it serves at most 256"
+
+
+def test_the_steps_own_k_and_v_are_read_from_the_cache() -> None:
+    backend = TritonAttention()
+    simulation = Simulation(backend, DEVICE, Shape(num_layers=1))
+    sequences = [simulation.add_sequence() for _ in range(2)]
+    batch = simulation._batch([(sequences[0], 1), (sequences[1], 6)], [0, 0])
+    layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
+    q, k, v = (torch.randn(7, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    planned = backend.plan(batch, simulation.kv_cache)
+    attention = StepAttention(backend, batch, simulation.kv_cache, planned)
+    whole = attention.run(layer, q, k, v)
+    assert torch.equal(attention.attend(layer, q, k.fill_(torch.nan), v.fill_(torch.nan)), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+def test_the_host_waits_for_nothing() -> None:
+    backend = TritonAttention()
+    simulation = Simulation(backend, DEVICE, Shape(num_layers=1))
+    sequences = [simulation.add_sequence() for _ in range(3)]
+    batch = simulation._batch([(sequences[0], 1), (sequences[1], 6), (sequences[2], 40)], [0, 0, 0])
+    layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
+    q, k, v = (torch.randn(47, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+
+    def step() -> None:
+        backend.run(layer, q, k, v, batch, simulation.kv_cache, backend.plan(batch, simulation.kv_cache))
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,134 @@
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.kernels.machine import DTYPES, MARKS, ON_GPU, random
+from tests.gpu.kernels.paged_rows import Rows
+
+pytest.importorskip("triton")
+from asyncserve.gpu.kernels.paged_prefill import (
+    PrefillConfig,
+    paged_prefill,
+    prefill_configs,
+)
+
+pytestmark = MARKS
+
+# (tokens, queries): whole prompts and chunks, around a block, around a tile.
+RAGGED = [(1, 1), (15, 15), (16, 3), (17, 17), (40, 1), (33, 32), (130, 70), (64, 16)]
+if ON_GPU:
+    RAGGED += [(1000, 1000), (4096, 700), (5001, 1), (3000, 2999)]
+
+
+def small_config(**changes: int) -> PrefillConfig:
+    """Return a way to cut that takes the smallest rows apart."""
+    return PrefillConfig(**({"tile_rows": 32, "tile_len": 16, "num_warps": 4, "num_stages": 2} | changes))
+
+
+def attend(rows: Rows, config: PrefillConfig, *, first_row: int = 0) -> None:
+    paged_prefill(
+        rows.q,
+        rows.keys,
+        rows.values,
+        rows.block_table,
+        rows.lens,
+        rows.query_start,
+        rows.out,
+        scale=rows.scale,
+        first_row=first_row,
+        num_rows=len(rows.seq_lens) - first_row,
+        first_token=sum(rows.query_lens[:first_row]),
+        config=config,
+        window_len=rows.window_len,
+        softcap=rows.softcap,
+        sinks=rows.sinks,
+    )
+
+
+def prefill_rows(lens: list[tuple[int, int]], **shape: Any) -> Rows:
+    return Rows(seq_lens=[both[0] for both in lens], query_lens=[both[1] for both in lens], **shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_see_the_positions_up_to_their_own(dtype: torch.dtype) -> None:
+    rows = prefill_rows(RAGGED, dtype=dtype)
+    attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.parametrize("first_row", [1, 2, 5])
+def test_rows_before_the_first_are_left_alone(first_row: int) -> None:
+    rows = prefill_rows([(9, 1), (20, 1), (5, 1), (8, 8), (30, 4), (17, 16)])
+    attend(rows, small_config(), first_row=first_row)
+    rows.check(first_row=first_row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 16, 37])
+def test_each_tile_finds_its_row_among_any_number(num_rows: int) -> None:
+    lens = [((5 * row) % 23 + 2, (3 * row) % 20 + 1) for row in range(num_rows)]
+    rows = prefill_rows(
+        [(max(seq_len, queries), queries) for seq_len, queries in lens], num_heads=2, num_kv_heads=1
+    )
+    attend(rows, small_config(tile_rows=16))
+    rows.check()
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (2, 1), (8, 2), (7, 1), (8, 1), (34, 2)])
+def test_any_number_of_query_heads_shares_a_kv_head(num_heads: int, num_kv_heads: int) -> None:
+    rows = prefill_rows([(20, 20), (35, 3)], num_heads=num_heads, num_kv_heads=num_kv_heads)
+    attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_len"), [(8, 16), (64, 16), (80, 16), (96, 32), (128, 5), (256, 16), (32, 1), (80, 5)]
+)
+def test_heads_and_blocks_of_any_size(head_dim: int, block_len: int) -> None:
+    rows = prefill_rows([(20, 20), (19, 4)], head_dim=head_dim, block_len=block_len)
+    attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window_len", [1, 5, 16, 17, 40, 1000])
+def test_a_window_hides_what_lies_further_back(window_len: int) -> None:
+    rows = prefill_rows([(1, 1), (17, 17), (70, 40), (100, 100)], window_len=window_len)
+    attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.parametrize("window_len", [None, 6])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
+def test_scores_are_capped_and_a_sink_takes_its_share(
+    softcap: float | None, has_sinks: bool, window_len: int | None
+) -> None:
+    sinks = random(4, dtype=torch.float32, seed=5) if has_sinks else None
+    rows = prefill_rows([(33, 20), (10, 10)], softcap=softcap, sinks=sinks, scale=1.0, window_len=window_len)
+    attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float32])
+def test_a_cache_of_another_dtype_is_taken_in_the_dtype_of_the_queries(cache_dtype: torch.dtype) -> None:
+    dtype = torch.float16 if cache_dtype == torch.float32 else torch.float32
+    rows = prefill_rows([(3, 2), (50, 50)], dtype=dtype, cache_dtype=cache_dtype)
+    attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", ["short", "long"])
+def test_a_long_context_with_the_configurations_of_the_device(
+    which: str, dtype: torch.dtype, head_dim: int
+) -> None:
+    short, long = prefill_configs(head_dim=head_dim, dtype=dtype)
+    rows = prefill_rows(
+        [(1100, 90), (7, 7)], num_heads=4, num_kv_heads=1, head_dim=head_dim, dtype=dtype, scale=0.1
+    )
+    attend(rows, short if which == "short" else long)
+    rows.check()
