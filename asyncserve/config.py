@@ -130,10 +130,11 @@ class ServerConfig:
     disable_access_log_for_endpoints: tuple[str, ...] = ()
     """Paths, separated by commas or spaces, whose requests are not logged."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls: hermes, llama3_json, pythonic or mistral; auto tells it by the chat
-    template."""
+    """How the model writes tool calls: hermes, llama3_json, llama4_pythonic, mistral, mistral_args, pythonic,
+    none, or auto to tell it by the chat template."""
     reasoning_parser: str = "auto"
-    """How the model writes reasoning: think, none, or auto to tell it by the chat template."""
+    """How the model writes reasoning: deepseek_r1, mistral, qwen3, think, none, or auto to tell it by the
+    chat template."""
     trust_request_chat_template: bool = False
     """Let requests bring chat templates of their own, and set any variable of them. A template can keep a
     thread busy for long: only for trusted clients."""
@@ -144,7 +145,8 @@ class ServerConfig:
     response_store_size: int = 1000
     """Most responses of /v1/responses kept in memory, and most that run in the background; 0 for none."""
     response_store_bytes: int = 256 * 1024 * 1024
-    """Most bytes of the responses that are kept together; the longest unused go first."""
+    """Most bytes of the responses that are kept or run in the background together; the longest unused go
+    first, and if those that run take it all, further ones get 429."""
     shutdown_timeout: float = 120.0
     """Seconds a SIGTERM leaves running requests to finish; 0 aborts them at once."""
     health_timeout: float = 60.0
@@ -262,7 +264,7 @@ class BatchConfig(ServerConfig):
         Raises:
             ConfigError: Names the option, its value and what would do.
         """
-        ServerConfig.validate(self)
+        ServerConfig.validate(self)  # a bare super() does not work in a dataclass with slots
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ConfigError(f"max_concurrency is {self.max_concurrency}; it must be at least 1")
 

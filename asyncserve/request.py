@@ -25,7 +25,7 @@ MAX_STOP_CHARACTERS = 4096
 """More characters than this in all stop strings together are refused: a table is built of them."""
 
 MAX_ALLOWED_TOKENS = 128 * 1024
-"""More allowed tokens than this are refused: looking through them takes a millisecond."""
+"""More allowed tokens than this are refused: looking through them takes milliseconds."""
 
 MAX_BAD_WORDS = 1024
 """More bad words than this are refused: each is looked for at every token."""
@@ -124,7 +124,7 @@ class SamplingParams:
         stop_token_ids: Token ids that end the sequence besides the model's EOS.
         include_stop_str_in_output: Keep the stop string at the end of the text.
         ignore_eos: The model's EOS does not end the sequence.
-        seed: Makes sampling repeatable whatever else is in the batch; None draws one.
+        seed: Makes the random numbers the same whatever else is in the batch; None draws one.
         presence_penalty: Subtracted from the logit of every token already generated, in [-2, 2].
         frequency_penalty: Subtracted once per occurrence among the generated tokens, in [-2, 2].
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output, in

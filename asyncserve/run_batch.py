@@ -78,7 +78,7 @@ async def run_batch(config: BatchConfig) -> int:
     """
     configure_logging(config.log_level)
     num_lines = await asyncio.to_thread(_checked_input, config.input_file)
-    output = await asyncio.to_thread(BatchOutput, config.output_file)
+    output = await asyncio.to_thread(BatchOutput, config.output_file, input_path=config.input_file)
     stop_requests = StopRequests()
     stop_requests.install()
     try:

@@ -156,7 +156,7 @@ def _loads(arguments: argparse.Namespace) -> tuple[str, list[Load]]:
             if not path.is_file():
                 known = ", ".join(sorted(file.stem for file in SCENARIOS.glob("*.toml")))
                 raise ValueError(f"no scenario {arguments.scenario!r}; there are {known}")
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         name = path.stem
         runs = [content.get("defaults", {}) | run for run in content["run"]]
         unknown = {key for run in runs for key in run} - names

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from asyncserve.gpu.kernels.paged_decode import DecodeConfig, decode_config, new_scratch, paged_decode
 from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_configs
+from asyncserve.gpu.kernels.paging import shared_bytes
 from loadtest.kernels import Call, copy_gbps, device_us, num_inputs
 
 DTYPE = torch.bfloat16
@@ -216,7 +217,7 @@ def measure(pool: Pool, copy: float, num_sms: int) -> list[dict[str, Any]]:
         error = case.error(decode, seq_lens[0]) if equal else math.nan
         print(f"{shape:16}{name:>14}{us:9.2f}{gbps:8.0f}{100 * gbps / copy:11.1f}{error:9.4f}", flush=True)
         rows.append({"decode": name, "shape": shape, "us": us, "gbps": gbps, "share": gbps / copy})
-    _, long = prefill_configs(head_dim=HEAD_DIM, dtype=DTYPE)
+    _, long = prefill_configs(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
     print(f"{long}\n{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'error':>9}")
     for (shape, num_heads), (num_rows, num_queries, num_cached) in itertools.product(
         NUM_HEADS.items(), PROMPTS

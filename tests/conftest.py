@@ -1,4 +1,4 @@
-"""What every test gets: both event loops, a guard against blocking calls, fixed seeds."""
+"""What every test gets: both event loops, a guard against blocking calls, fixed seeds, no hurry."""
 
 import asyncio
 import inspect
@@ -6,8 +6,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 
 import blockbuster
+import hypothesis
 import pytest
 import uvloop
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let hypothesis judge what a property says, and not how long it takes on a busy machine."""
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_asyncio_loop_factories(

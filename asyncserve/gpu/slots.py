@@ -96,7 +96,8 @@ class SlotTable:
     def write(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store sampled `token_ids` `[num] int64` at `indices` `[num] int64`.
 
-        `BAD_LOGITS` is stored as token 0: the step queued behind reads it, and its result is dropped.
+        What stands for none (`BAD_LOGITS`, `NO_TOKEN`) is stored as token 0: the step queued behind reads it,
+        and its result is dropped.
         """
         self._tokens.index_copy_(0, indices, token_ids.clamp_min(0).to(torch.int32))
 

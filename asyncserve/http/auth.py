@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from asyncserve.errors import ConfigError
 from asyncserve.http.failures import Unauthorized
+from asyncserve.http.regular_file import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class KeyFile:
         path: The file.
 
     Raises:
-        ConfigError: It cannot be read, or holds no key.
+        ConfigError: It cannot be read, is no regular file, or holds no key.
     """
 
     def __init__(self, path: str) -> None:
@@ -105,7 +106,8 @@ def _key_of(request: web.Request) -> str:
 
 def _read_digests(path: str) -> tuple[bytes, ...]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # With or without the mark that some editors put before the first line.
+        lines = read_regular(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"cannot read api_key_file {path}: {reason}") from error

@@ -5,6 +5,7 @@ resumed: it says which requests it has answers to, repairs a last line that was 
 lines. Runs nothing and knows no model; all calls block, but only on files.
 """
 
+import codecs
 import errno
 import fcntl
 import os
@@ -24,6 +25,11 @@ READ_BYTES = 256 * 1024
 STANDARD = "-"
 """Stands for standard input or output."""
 MAX_SHOWN_LEN = 200
+RESPONSES_URL = "/v1/responses"
+URLS = ("/v1/completions", "/v1/chat/completions", RESPONSES_URL, "/v1/messages")
+"""What a request may go to: the endpoints that generate."""
+_ANSWER_BEGINS = b'{"id":"batch_req_'
+"""What every output line begins with."""
 
 
 class LineError(Exception):
@@ -58,8 +64,11 @@ class BatchRequest(msgspec.Struct, kw_only=True, frozen=True):
     body: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Stream(msgspec.Struct):
+class _Delivery(msgspec.Struct):
+    """The fields of a body that say how its answer comes."""
+
     stream: Any = None
+    background: Any = None
 
 
 class _Named(msgspec.Struct):
@@ -70,7 +79,7 @@ def parse_line(line: bytes, number: int) -> BatchRequest:
     """Return the request that an input line holds.
 
     Raises:
-        LineError: It is no JSON object, a field is missing or wrong, or it asks for a stream.
+        LineError: It is no JSON object, a field is missing or wrong, or its answer would not come whole.
     """
     try:
         request = msgspec.json.decode(line, type=BatchRequest)
@@ -83,12 +92,15 @@ def parse_line(line: bytes, number: int) -> BatchRequest:
         message = "custom_id is empty"
     elif request.method.upper() != "POST":
         message = f"method is {request.method[:MAX_SHOWN_LEN]!r}; it must be POST"
-    elif not request.url.startswith("/v1/"):
-        message = f"url is {request.url[:MAX_SHOWN_LEN]!r}; it must be a path such as /v1/chat/completions"
+    elif request.url not in URLS:
+        message = f"url is {request.url[:MAX_SHOWN_LEN]!r}; it must be one of {', '.join(URLS)}"
     else:
         try:
-            if msgspec.json.decode(request.body, type=_Stream).stream:
+            delivery = msgspec.json.decode(request.body, type=_Delivery)
+            if delivery.stream:
                 message = "body.stream is true; answers in a batch file come whole"
+            elif delivery.background and request.url == RESPONSES_URL:
+                message = "body.background is true; answers in a batch file come when they are complete"
         except (msgspec.DecodeError, RecursionError) as error:
             message = f"body: {error}"
     if message is not None:
@@ -127,6 +139,8 @@ def input_lines(path: str, *, max_line_bytes: int) -> Iterator[tuple[int, bytes 
             *ends, rest = data.split(b"\n") if data else (b"", b"")
             for end in ends:
                 held += end
+                if number == 1 and held.startswith(codecs.BOM_UTF8):
+                    del held[: len(codecs.BOM_UTF8)]
                 if is_too_long or len(held) > max_line_bytes:
                     yield number, _too_long(number, max_line_bytes)
                 elif line := bytes(held).strip():
@@ -172,25 +186,30 @@ class BatchOutput:
 
     Args:
         path: `-` for standard output, which cannot be resumed.
+        input_path: Of the file the requests are in, which must be another.
 
     Raises:
-        ConfigError: It cannot be written, another run is writing it, or it is no output of a batch.
+        ConfigError: It cannot be written, another run is writing it, or it is no output of a batch. What is
+            in it is untouched then.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, input_path: str | None = None) -> None:
         self._ids: set[str] = set()
         self._bad_lines: set[int] = set()
         self.num_found = 0
         """Lines that were there at the start."""
         if path == STANDARD:
             self._descriptor = os.dup(sys.stdout.fileno())
-            return
+        else:
+            try:
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            except OSError as error:
+                raise ConfigError(f"cannot write the output file {path}: {error.strerror}") from error
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise ConfigError(f"cannot write the output file {path}: {error.strerror}") from error
-        try:
-            if stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+            if is_file and input_path is not None and self._is(input_path):
+                raise ConfigError("input_file and output_file are the same file; name another")
+            if is_file and path != STANDARD:
                 self._resume(path)
         except BaseException:
             os.close(self._descriptor)
@@ -218,6 +237,14 @@ class BatchOutput:
         """Close the file."""
         os.close(self._descriptor)
 
+    def _is(self, path: str) -> bool:
+        """Return whether the output goes to a file that is there under another name."""
+        try:
+            other = os.fstat(0) if path == STANDARD else os.stat(path)
+        except OSError:
+            return False  # whoever reads it will say what is wrong
+        return os.path.samestat(other, os.fstat(self._descriptor))
+
     def _resume(self, path: str) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,18 +254,20 @@ class BatchOutput:
         with open(path, "rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
-                    self._repair(end, line)
+                    self._repair(path, end, line)  # all lines before it are answers
                     break
                 end += len(line)
                 if line.strip() and not self._take(line):
-                    raise ConfigError(f"{path} is there and is no output of a batch; name another file")
+                    raise _no_output(path)
 
-    def _repair(self, end: int, line: bytes) -> None:
-        """Complete or remove a last line that ends without a line break."""
+    def _repair(self, path: str, end: int, line: bytes) -> None:
+        """Complete a last line that ends without a line break, or remove it if an answer broke off there."""
         if self._take(line):
             self.write(b"\n")
-        else:
+        elif line[: len(_ANSWER_BEGINS)] == _ANSWER_BEGINS[: len(line)]:
             os.ftruncate(self._descriptor, end)
+        else:
+            raise _no_output(path)
 
     def _take(self, line: bytes) -> bool:
         try:
@@ -257,13 +286,24 @@ class _AnswerError(msgspec.Struct):
     line: int | None = None
 
 
+class _AnswerResponse(msgspec.Struct):
+    """Whatever is in it."""
+
+
 class _Answer(msgspec.Struct):
+    """What every output line has, and no input line."""
+
     custom_id: str | None
-    error: _AnswerError | None = None
+    response: _AnswerResponse | None
+    error: _AnswerError | None
+
+
+def _no_output(path: str) -> ConfigError:
+    return ConfigError(f"{path} is there and is no output of a batch; name another file")
 
 
 def _output_line(custom_id: str | None, *, response: bytes, error: bytes) -> bytes:
-    return b'{"id":"batch_req_%b","custom_id":%b,"response":%b,"error":%b}\n' % (
+    return _ANSWER_BEGINS + b'%b","custom_id":%b,"response":%b,"error":%b}\n' % (
         uuid.uuid4().hex.encode(),
         orjson.dumps(custom_id),
         response,

@@ -74,16 +74,8 @@ class ChatShapes(Shapes):
         self._prompt_token_ids: Sequence[int] = ()
         self._parsers = [call.parser() for _ in range(call.sampling.n)]
         self._calls_tools = [False] * call.sampling.n
-        self._reasoning_counts: list[ReasoningCount] = []
-        if call.reasoning_ids is not None:
-            self._reasoning_counts = [
-                ReasoningCount(
-                    call.reasoning_ids,
-                    is_open=call.starts_in_reasoning,
-                    is_space=lambda token_id: texts[token_id][0].isspace(),
-                )
-                for _ in range(call.sampling.n)
-            ]
+        counts = (call.reasoning_count(texts) for _ in range(call.sampling.n))
+        self._reasoning_counts = [count for count in counts if count is not None]
 
     async def prepare(self, tokenized: Sequence["array[int]"]) -> None:
         """Take note of the tokenized prompt, before anything is shown."""

@@ -52,10 +52,7 @@ async def complete(http_request: web.Request) -> web.StreamResponse:
         request_id = request_id_of(http_request, body.request_id)
         response_id = f"cmpl-{request_id}"
         model = serving.model_name(body.model)
-        if len(data) <= LARGE_BODY_BYTES:
-            prompts, sampling = checked_completion(serving, body)
-        else:
-            prompts, sampling = await asyncio.to_thread(checked_completion, serving, body)
+        prompts, sampling = await checked_completion(serving, body, num_bytes=len(data))
         requests = engine_requests(
             serving, body, prompts, sampling, response_id=response_id, arrival_s=arrival_s
         )
@@ -73,14 +70,25 @@ async def complete(http_request: web.Request) -> web.StreamResponse:
     )
 
 
-def checked_completion(
-    serving: Serving, body: CompletionBody
+async def checked_completion(
+    serving: Serving, body: CompletionBody, *, num_bytes: int
 ) -> tuple[list[TextPrompt | TokensPrompt], SamplingParams]:
     """Return the prompts of a call and how they are sampled.
+
+    Args:
+        num_bytes: Length of the body: what is large is checked in a thread.
 
     Raises:
         InvalidRequest: A field, or what it asks for together with others, cannot be served.
     """
+    if num_bytes <= LARGE_BODY_BYTES:
+        return _checked_completion(serving, body)
+    return await asyncio.to_thread(_checked_completion, serving, body)
+
+
+def _checked_completion(
+    serving: Serving, body: CompletionBody
+) -> tuple[list[TextPrompt | TokensPrompt], SamplingParams]:
     check_common(body)
     prompts = _prompts(body)
     sampling = _sampling(body, serving)

@@ -2,7 +2,7 @@
 
 The one path for chat, Responses and Messages: each brings its body into the form of a `ChatBody`, calls
 `chat_call`, runs `ChatCall.request`, and feeds each choice's text to a parser of its own from
-`ChatCall.parser`. Here roles, parts, tools and their choice, the shape of the answer and the chat template's
+`ChatCall.parser`. Here messages, tools and their choice, the shape of the answer and the chat template's
 variables are checked and put together. Knows no response shapes and runs nothing.
 """
 
@@ -17,9 +17,16 @@ from typing import Any
 
 from asyncserve.errors import InvalidRequest, RequestError
 from asyncserve.http.generation import engine_requests
+from asyncserve.http.logprobs import TokenTexts
 from asyncserve.http.parsers.interface import MessageParser, ToolChoice
 from asyncserve.http.parsers.registry import MessageFormat
-from asyncserve.http.prompt_messages import TOLD_TOOL_PARSER, template_messages, without_tools
+from asyncserve.http.prompt_messages import (
+    TOLD_TOOL_PARSER,
+    template_messages,
+    with_call_ids_of,
+    without_tools,
+)
+from asyncserve.http.reasoning_tokens import ReasoningCount
 from asyncserve.http.schema import (
     ChatBody,
     TokenizeBody,
@@ -97,6 +104,20 @@ class ChatCall:
             includes_reasoning=self.body.include_reasoning is not False,
         )
 
+    def reasoning_count(self, texts: TokenTexts) -> ReasoningCount | None:
+        """Return a new count of reasoning tokens, for one choice; None if they cannot be told.
+
+        Args:
+            texts: Of tokens: white space may stand before the reasoning.
+        """
+        if self.reasoning_ids is None:
+            return None
+        return ReasoningCount(
+            self.reasoning_ids,
+            is_open=self.starts_in_reasoning,
+            is_space=lambda token_id: texts[token_id][0].isspace(),
+        )
+
     def finish_reason(self, reason: FinishReason, *, calls_tools: bool) -> str:
         """Return why a choice ended, in OpenAI's words.
 
@@ -123,10 +144,17 @@ async def chat_call(
         InvalidRequest: A field, or what it asks for together with others, cannot be served.
         UnknownModel: The model is not served here.
     """
-    try:
+    with deep_json_refused():
         if num_bytes <= LARGE_BODY_BYTES and not _renders_early(serving):
             return _chat_call(serving, body, response_id, arrival_s)
         return await asyncio.to_thread(_chat_call, serving, body, response_id, arrival_s)
+
+
+@contextmanager
+def deep_json_refused() -> Iterator[None]:
+    """Refuse a conversation for JSON in it that could be read, but not written again, inside."""
+    try:
+        yield
     except RecursionError as error:
         raise InvalidRequest("the conversation holds JSON that is nested too deeply") from error
 
@@ -141,21 +169,21 @@ def _chat_call(serving: Serving, body: ChatBody, response_id: str, arrival_s: fl
     check_common(body)
     choice = tool_choice(body)
     structured = structured_output(body)
-    if structured is not None and choice.mode in ("required", "named"):
-        raise InvalidRequest(
-            f"{structured.param} is given, but tool_choice asks for a tool call instead of such an answer",
-            param="tool_choice",
-        )
+    if choice.mode in ("required", "named"):
+        structured = None  # The shape is that of the content, and an answer that must call has none.
     prompt = chat_prompt(serving, body, [shown_tool(tool) for tool in choice.tools])
     message_format = serving.message_format
     if choice.tools and not _knows_tools(serving, body):
         # The model writes calls as it is told to.
-        message_format = dataclasses.replace(message_format, tool_parser=TOLD_TOOL_PARSER)
+        message_format = _as_told(message_format)
     starts_in_reasoning = False
     if _renders_early(serving):
         prompt = dataclasses.replace(prompt, rendered=serving.engine.tokenizer.render_chat(prompt))
-        end = (prompt.rendered or "")[-PROMPT_END_LEN:]
-        starts_in_reasoning = message_format.template_starts_reasoning(end)
+        rendered = prompt.rendered or ""
+        starts_in_reasoning = message_format.template_starts_reasoning(
+            # A message that is continued may have reasoned for long already.
+            rendered if prompt.continue_final_message else rendered[-PROMPT_END_LEN:]
+        )
     constraint = message_format.constraint(choice, structured, starts_in_reasoning=starts_in_reasoning)
     sampling = _sampling(serving, body, constraint)
     if sampling.skip_special_tokens and message_format.needs_special_tokens(choice):
@@ -228,6 +256,8 @@ def chat_prompt(
     messages = template_messages(body.messages)
     template = _own_template(serving, body)
     if _knows_tools(serving, body):
+        if serving.message_format.call_id_len is not None:
+            messages = with_call_ids_of(serving.message_format.call_id_len, messages)
         if tools:
             variables["tools"] = list(tools)
     else:
@@ -242,6 +272,12 @@ def chat_prompt(
         chat_template=template,
         add_special_tokens=bool(body.add_special_tokens),
     )
+
+
+@lru_cache(maxsize=8)
+def _as_told(message_format: MessageFormat) -> MessageFormat:
+    """Return the format of a model that writes calls as `TOOLS_TEXT` tells it to."""
+    return dataclasses.replace(message_format, tool_parser=TOLD_TOOL_PARSER)
 
 
 @lru_cache(maxsize=8)

@@ -17,7 +17,7 @@ PREFLIGHT_LIFETIME_S = 600
 """How long a browser may remember what a preflight request said."""
 ALL_METHODS = ("GET", "POST", "DELETE")
 """What `*` stands for: the methods that any path takes."""
-EXPOSED_HEADERS = "X-Request-Id, Retry-After"
+EXPOSED_HEADERS = "X-Request-Id, Request-Id, Retry-After"
 """Response headers that pages may read."""
 
 

@@ -44,6 +44,9 @@ EVENT_STREAM_HEADERS = {
 DONE = data_event(b"[DONE]")
 """The event that ends a complete stream."""
 
+LARGE_TEXT_LEN = 4096
+"""Answers with longer texts are put together in a thread: reading calls takes microseconds a character."""
+
 OnBegun = Callable[[Sequence["array[int]"]], Awaitable[None]]
 """Awaited with a call's tokenized prompts before anything of its answer is written."""
 
@@ -199,8 +202,10 @@ async def respond(
         await on_begun([each.prompt_token_ids for each in collected])
     outputs = [output for each in collected for output in each.outputs]
     usages = [each.usage for each in collected]
-    if shapes.gives_logprobs or any(output.prompt_logprobs for output in outputs):
-        # Thousands of tokens with twenty rivals each take a while to write down.
+    # Thousands of tokens with twenty rivals each take a while to write down, too.
+    if shapes.gives_logprobs or any(
+        output.prompt_logprobs or len(output.text) > LARGE_TEXT_LEN for output in outputs
+    ):
         answer = await asyncio.to_thread(shapes.answer, outputs, usages)
     else:
         answer = shapes.answer(outputs, usages)

@@ -1,8 +1,8 @@
 """The JSON of a conversation: messages, their parts and tool calls, tools, and how tools are chosen.
 
 Structures that `ChatBody` is made of, as OpenAI's clients send them. They say what is read and of which type;
-what a role needs and what this model can take is checked in `conversation`. Fields that nobody reads are
-ignored, as clients send back whole answers as messages.
+what a role needs and what this model can take is checked in `prompt_messages` and `tools`. Fields that nobody
+reads are ignored, as clients send back whole answers as messages.
 """
 
 from typing import Annotated, Any

@@ -1,10 +1,12 @@
 """Messages as clients send them → messages as chat templates expect them.
 
 Roles get the names that templates know, parts are joined to one text, earlier tool calls have their arguments
-as objects. Where a template knows nothing of tools, `without_tools` says in plain messages what the template
-would have: which tools there are, what was called and what came back. Pure.
+as objects and, where a template insists on it, ids of a certain length. Where a template knows nothing of
+tools, `without_tools` says in plain messages what the template would have: which tools there are, what was
+called and what came back. Pure.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,20 +118,45 @@ def _tool_call(where: str, call: MessageToolCall) -> dict[str, Any]:
         raise InvalidRequest(f"{where}: a call has no function with a name", param=where)
     shown: dict[str, Any] = {
         "type": "function",
-        "function": {"name": function.name, "arguments": _arguments(where, function)},
+        "function": {"name": function.name, "arguments": _arguments(function)},
     }
     if call.id is not None:
         shown["id"] = call.id
     return shown
 
 
-def _arguments(where: str, function: FunctionCall) -> Any:
+def _arguments(function: FunctionCall) -> Any:
     if not isinstance(function.arguments, str):
         return function.arguments or {}
     try:
         return msgspec.json.decode(function.arguments or "{}")
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{where}: the arguments of a call are not valid JSON", param=where) from error
+    except (msgspec.DecodeError, RecursionError):
+        # A call that broke or was cut off, as answers give it; the model sees what it wrote.
+        return function.arguments
+
+
+def with_call_ids_of(length: int, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have ids of so many letters and digits; ids that are so stay.
+
+    The same id always becomes the same, so that results find their calls and prompts their cached beginnings.
+    """
+
+    def fitting(call_id: str) -> str:
+        if len(call_id) == length and call_id.isascii() and call_id.isalnum():
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:length]
+
+    shown = []
+    for message in messages:
+        fitted = dict(message)
+        if "tool_call_id" in fitted:
+            fitted["tool_call_id"] = fitting(fitted["tool_call_id"])
+        if "tool_calls" in fitted:
+            fitted["tool_calls"] = [
+                {**call, "id": fitting(call["id"])} if "id" in call else call for call in fitted["tool_calls"]
+            ]
+        shown.append(fitted)
+    return shown
 
 
 def without_tools(
@@ -141,29 +168,35 @@ def without_tools(
         messages: As `template_messages` gives them.
         tools: That may be called, in OpenAI's form; told in the system message.
     """
-    plain: list[dict[str, Any]] = []
+    turns: list[tuple[dict[str, Any], list[str]]] = []  # with what their texts are joined of
     if tools:
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        plain.append({"role": "system", "content": TOOLS_TEXT.format(tools=listed)})
+        turns.append(({"role": "system"}, [TOOLS_TEXT.format(tools=listed)]))
     follows_tool = False
-    for message in messages:
-        if message["role"] == "system" and tools and len(plain) == 1 and message is messages[0]:
-            plain[0] = {**message, "content": f"{message['content']}\n\n{plain[0]['content']}"}
-        elif message["role"] == "tool":
-            response = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if follows_tool:
-                plain[-1] = {"role": "user", "content": f"{plain[-1]['content']}\n{response}"}
-            else:
-                plain.append({"role": "user", "content": response})
-        elif "tool_calls" in message:
-            calls = [
-                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
-                for call in message["tool_calls"]
-            ]
-            content = "\n".join([message["content"], *calls] if message["content"] else calls)
-            kept = {key: value for key, value in message.items() if key != "tool_calls"}
-            plain.append({**kept, "content": content})
+    for index, message in enumerate(messages):
+        is_tool = message["role"] == "tool"
+        plain = _plain_result(message) if is_tool else _plain_calls(message)
+        if index == 0 and tools and plain["role"] == "system":
+            turns[0] = (plain, [f"{plain['content']}\n", *turns[0][1]])
+        elif (is_tool or follows_tool) and turns and turns[-1][0]["role"] == plain["role"] == "user":
+            # Many templates want users and assistants to take turns.
+            turns[-1][1].append(plain["content"])
         else:
-            plain.append(message)
-        follows_tool = message["role"] == "tool"
+            turns.append((plain, [plain["content"]]))
+        follows_tool = is_tool
+    return [{**turn, "content": "\n".join(texts)} for turn, texts in turns]
+
+
+def _plain_result(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+
+
+def _plain_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    plain = dict(message)
+    calls = plain.pop("tool_calls", ())
+    texts = [
+        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
+    ]
+    if calls:
+        plain["content"] = "\n".join([plain["content"], *texts] if plain["content"] else texts)
     return plain

@@ -37,6 +37,7 @@ REFUSED: Mapping[str, str] = {
     "/v1/uploads": _BATCHES,
     "/v1/batches": _BATCHES,
     "/v1/assistants": _AGENTS,
+    "/v1/conversations": _AGENTS,
     "/v1/threads": _AGENTS,
     "/v1/vector_stores": _EMBEDDING,
     "/v1/fine_tuning": "is not trained here",

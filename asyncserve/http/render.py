@@ -38,7 +38,7 @@ async def render_completion(http_request: web.Request) -> web.Response:
     request_id = request_id_of(http_request, body.request_id)
     response_id = f"cmpl-{request_id}"
     model = serving.model_name(body.model)
-    prompts, sampling = checked_completion(serving, body)
+    prompts, sampling = await checked_completion(serving, body, num_bytes=len(data))
     requests = engine_requests(serving, body, prompts, sampling, response_id=response_id, arrival_s=0.0)
     entries = await _rendered(serving, body, requests, model=model, response_id=response_id)
     return _answer(b"[%b]" % b",".join(entries), request_id)

@@ -14,14 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from asyncserve.errors import InvalidRequest
-from asyncserve.http.message_schema import (
-    MAX_TOOLS,
-    ChosenTool,
-    FunctionDefinition,
-    FunctionName,
-    Messages,
-    Tools,
-)
+from asyncserve.http.message_schema import ChosenTool, Messages, Tools
 from asyncserve.http.structure import (
     GuidedChoice,
     GuidedGrammar,
@@ -52,22 +45,28 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
+    "custom_logit_processor": (),
     "documents": ([],),
     "ebnf": (),
     "ec_transfer_params": (),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "functions": ([],),
+    "input_ids": (),
     "json_schema": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logprob_token_ids": (),
+    "lora_path": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "no_stop_trim": (False,),
     "prompt_embeds": (),
     "regex": (),
+    "return_hidden_states": (False,),
     "repetition_detection": (),
     "return_token_offsets": (False,),
+    "separate_reasoning": (True,),
     "stop_regex": (),
     "stream_interval": (1,),
     "suffix": ("",),
@@ -83,7 +82,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 REASONS: Mapping[str, str] = {
     "best_of": "best_of is not implemented yet; n gives several answers to choose from",
     "ebnf": "ebnf is not supported by this server; use structured_outputs.grammar",
+    "function_call": "function_call, the older form of tool_choice, is not supported; use tool_choice",
+    "functions": "functions, the older form of tools, is not supported; use tools",
     "json_schema": "json_schema is not supported as a field of its own; use response_format",
+    "no_stop_trim": "no_stop_trim is not supported; use include_stop_str_in_output",
     "regex": "regex is not supported as a field of its own; use structured_outputs.regex",
     "suffix": "suffix is not supported: this server continues texts and fills no gaps",
     "truncation_side": "truncation_side can only be left: the end of a prompt is kept",
@@ -168,7 +170,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ignore_eos: Annotated[bool | None, msgspec.Meta(description="EOS does not end the answer")] = None
     seed: Annotated[
         int | None,
-        msgspec.Meta(description="The same seed gives the same answer, whatever else the server does"),
+        msgspec.Meta(
+            description="The same seed draws the same random numbers, whatever else the server does. What the"
+            " model computes may differ in the last bit with the size of the batch, which in bfloat16 can"
+            " change a token where two are nearly equal"
+        ),
     ] = None
     presence_penalty: Annotated[
         float | None, msgspec.Meta(description="Taken off the logits of tokens the answer already has")
@@ -322,13 +328,6 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: Annotated[
         bool | None, msgspec.Meta(description="Whether one answer may hold several calls; true if left out")
     ] = None
-    functions: Annotated[
-        Annotated[list[FunctionDefinition], msgspec.Meta(max_length=MAX_TOOLS)] | None,
-        msgspec.Meta(description="Older form of `tools`"),
-    ] = None
-    function_call: Annotated[
-        str | FunctionName | None, msgspec.Meta(description="Older form of `tool_choice`")
-    ] = None
     documents: DocumentsField = None
     add_generation_prompt: AddGenerationPromptField = None
     continue_final_message: ContinueFinalMessageField = None
@@ -448,10 +447,10 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`$")
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _KEY = re.compile(rb'"(\w{1,%d})"\s*:\s*-?$' % MAX_SHOWN_NAME_LEN)
 _LONE_SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*(\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F][0-9a-fA-F]{2}))"
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F])*+"
+    rb"(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
-"""An escaped half of a surrogate pair whose other half is not beside it; not behind an escaped backslash."""
+"""Matched from the beginning: an escaped half of a surrogate pair, behind anything else."""
 
 
 def _wrong_type(message: str) -> InvalidRequest:
@@ -480,10 +479,10 @@ def _malformed(body: bytes, message: str, fields: Sequence[str] = ()) -> Invalid
         key = _KEY.search(body[max(0, offset - MAX_SHOWN_NAME_LEN - 16) : offset])
         name = key[1].decode() if key else None
         return InvalidRequest(f"{name or 'a value'} is not a finite number", param=name)
-    surrogate = _LONE_SURROGATE.search(body)
+    surrogate = _LONE_SURROGATE.match(body)
     if surrogate is not None:
         # msgspec calls the body truncated.
-        ends = {name: _value_offset(body, name, surrogate.start()) for name in fields}
+        ends = {name: _value_offset(body, name, surrogate.start(1)) for name in fields}
         at_fault = max(ends, key=ends.__getitem__, default=None)
         name = at_fault if at_fault is not None and ends[at_fault] >= 0 else None
         return InvalidRequest(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncserve.errors import ConfigError
+from asyncserve.http.regular_file import check_regular
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class TlsFiles:
         """Read the files and return a context for the server's side.
 
         Raises:
-            ConfigError: One cannot be read, or they do not belong together.
+            ConfigError: One cannot be read or is no regular file, or they do not belong together.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -54,12 +55,16 @@ class TlsFiles:
             except ssl.SSLError as error:
                 raise ConfigError(f"ssl_ciphers {self.ciphers!r} names no cipher OpenSSL knows") from error
         try:
+            check_regular(self.certfile)
+            if self.keyfile is not None:
+                check_regular(self.keyfile)
             context.load_cert_chain(self.certfile, self.keyfile, password=_no_passphrase)
         except (OSError, ValueError) as error:
             key = "" if self.keyfile is None else f" with ssl_keyfile {self.keyfile}"
             raise ConfigError(f"cannot use ssl_certfile {self.certfile}{key}: {_reason(error)}") from error
         if self.ca_certs is not None:
             try:
+                check_regular(self.ca_certs)
                 context.load_verify_locations(self.ca_certs)
             except OSError as error:
                 raise ConfigError(f"cannot use ssl_ca_certs {self.ca_certs}: {_reason(error)}") from error

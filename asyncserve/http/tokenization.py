@@ -12,7 +12,7 @@ from aiohttp import web
 
 from asyncserve.errors import InvalidRequest
 from asyncserve.http.body import read_body
-from asyncserve.http.conversation import LARGE_BODY_BYTES, chat_prompt
+from asyncserve.http.conversation import LARGE_BODY_BYTES, chat_prompt, deep_json_refused
 from asyncserve.http.schema import DetokenizeBody, TokenizeBody
 from asyncserve.http.serving import SERVING, Serving
 from asyncserve.http.tools import shown_tool, tools_of
@@ -33,7 +33,8 @@ async def tokenize(request: web.Request) -> web.Response:
         prompt = TextPrompt(text=body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         build = partial(chat_prompt, serving, body, [shown_tool(tool) for tool in tools_of(body)])
-        prompt = await asyncio.to_thread(build) if len(data) > LARGE_BODY_BYTES else build()
+        with deep_json_refused():
+            prompt = await asyncio.to_thread(build) if len(data) > LARGE_BODY_BYTES else build()
     answer = await asyncio.to_thread(_tokenized, serving, prompt, bool(body.return_token_strs))
     return web.Response(body=answer, content_type="application/json")
 

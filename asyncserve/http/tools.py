@@ -1,4 +1,4 @@
-"""The tools of a request and how they may be used: `tools`, `tool_choice`, their older forms → `ToolChoice`.
+"""The tools of a request and how they may be used: `tools` and `tool_choice` → `ToolChoice`.
 
 Takes a `ChatBody`, checks what it says of tools, and gives the tools that the model may use: where a client
 allows only some of them, the model hears of no others. Knows neither how a model writes calls nor templates.
@@ -34,34 +34,32 @@ def tool_choice(body: ChatBody) -> ToolChoice:
     """
     tools = tools_of(body)
     parallel = body.parallel_tool_calls is not False
-    param = "tool_choice"
-    choice: str | ChosenTool | FunctionName | None = body.tool_choice
-    if choice is None and body.function_call is not None:
-        choice, param = body.function_call, "function_call"
     mode = "auto" if tools else "none"
     name: str | None = None
-    match choice:
+    match body.tool_choice:
         case None:
             pass
-        case "none" | "auto" | "required":
-            mode = choice
+        case "none" | "auto" | "required" as mode:
+            pass
         case ChosenTool(type="allowed_tools", allowed_tools=AllowedTools() as allowed):
             mode, tools = allowed.mode, _allowed(tools, allowed)
-        case ChosenTool(type="function", function=FunctionName(name=name)) | FunctionName(name=name):
+        case ChosenTool(type="function", function=FunctionName(name=name)):
             mode = "named"
-        case _:
+        case choice:
             shown = repr(choice[:64]) if isinstance(choice, str) else "an object of another kind"
             raise InvalidRequest(
-                f"{param} is {shown}; it must be none, auto or required, name a function, or list allowed"
-                " tools",
-                param=param,
+                f"tool_choice is {shown}; it must be none, auto or required, name a function, or list"
+                " allowed tools",
+                param="tool_choice",
             )
     if mode == "none" or (mode == "auto" and not tools):
         return ToolChoice(parallel=parallel)
     if not tools:
-        raise InvalidRequest(f"{param} asks for a tool call, but there are no tools", param=param)
+        raise InvalidRequest("tool_choice asks for a tool call, but there are no tools", param="tool_choice")
     if name is not None and name not in (tool["name"] for tool in tools):
-        raise InvalidRequest(f"{param} names {name[:128]!r}, which is none of the tools", param=param)
+        raise InvalidRequest(
+            f"tool_choice names {name[:128]!r}, which is none of the tools", param="tool_choice"
+        )
     return ToolChoice(tools=tuple(tools), mode=mode, name=name, parallel=parallel)
 
 
@@ -81,15 +79,9 @@ def tools_of(body: ChatBody | TokenizeBody) -> list[Mapping[str, Any]]:
         InvalidRequest: A tool is not a function, has a bad name or one that another has.
     """
     functions = [_function(index, tool) for index, tool in enumerate(body.tools or ())]
-    param = "tools"
-    older = body.functions if isinstance(body, ChatBody) else None
-    if older and functions:
-        raise InvalidRequest("functions is the older form of tools; give one of them", param="functions")
-    if older:
-        functions, param = older, "functions"
     names: set[str] = set()
     for index, function in enumerate(functions):
-        where = f"{param}[{index}]" + (".function" if param == "tools" else "")
+        where = f"tools[{index}].function"
         if not FUNCTION_NAME.fullmatch(function.name):
             raise InvalidRequest(
                 f"{where}.name is {function.name[:128]!r}; it must have 1 to 128 letters, digits and _-.:/",

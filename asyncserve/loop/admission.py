@@ -193,7 +193,7 @@ class Admission:
         bad_words: tuple[tuple[int, ...], ...] = (),
         grammar: Grammar | None = None,
     ) -> list[TokenizedRequest]:
-        """Return the request's `n` sequences.
+        """Return the request's `n` sequences; in their request, the prompt is its tokens.
 
         Args:
             prompt_token_ids: As `encode_prompt` gave them.
@@ -218,11 +218,13 @@ class Admission:
         if sampling.min_tokens:
             forbidden |= stop_token_ids
         allowed = sampling.allowed_token_ids
-        if allowed is not None and all(token_id in forbidden for token_id in allowed):
+        if allowed is not None and forbidden.issuperset(allowed):
             raise InvalidRequest(
                 "allowed_token_ids holds nothing but tokens that bad_words or min_tokens forbid",
                 param="allowed_token_ids",
             )
+        # The prompt may have come as megabytes of text, of which few tokens are kept, and run for long.
+        request = dataclasses.replace(request, prompt=TokensPrompt(token_ids=prompt_token_ids))
         return [
             TokenizedRequest(
                 request=request,

@@ -144,7 +144,11 @@ class Engine:
             admission=self._admission,
             scheduler=scheduler,
             detokenizer=Detokenizer(self._tokenizer),
-            grammars=GrammarCache(self._make_grammar_compiler(self._tokenizer, info.vocab_size)),
+            grammars=GrammarCache(
+                self._make_grammar_compiler(self._tokenizer, info.vocab_size),
+                # They are compiled one by one, so most of what may wait should wait for something else.
+                max_pending=max(1, self._max_num_queued_requests // 8),
+            ),
             observer=self._observer,
             clock=self._clock,
             max_unapplied=info.max_unapplied,
@@ -284,6 +288,8 @@ class Engine:
 
     def tokenized(self, request: Request) -> TokenizedRequest:
         """Return the first sequence that a request would become, without taking the request.
+
+        Its bad words and its grammar are left out.
 
         Thread-safe, and to be called in a thread: a prompt may take long to encode.
 

@@ -117,18 +117,20 @@ def _walk(schema: object) -> Iterator[tuple[str, Any]]:
         place, each, depth = todo.pop()
         if depth > MAX_DEPTH:
             raise SchemaRefused(f"the schema is nested more than {MAX_DEPTH} deep")
-        yield place, each
         if not isinstance(each, dict):
+            yield place, each
             continue
+        for keyword, value in each.items():
+            if keyword in _MAPS and not isinstance(value, dict):
+                raise SchemaRefused(f"{place}.{keyword} is not an object")
+            if keyword in _LISTS and not isinstance(value, list):
+                raise SchemaRefused(f"{place}.{keyword} is not a list")
+        yield place, each
         for keyword, value in each.items():
             below = f"{place}.{keyword}"
             if keyword in _MAPS:
-                if not isinstance(value, dict):
-                    raise SchemaRefused(f"{below} is not an object")
                 todo += [(f"{below}.{name[:64]}", inner, depth + 1) for name, inner in value.items()]
             elif keyword in _LISTS:
-                if not isinstance(value, list):
-                    raise SchemaRefused(f"{below} is not a list")
                 todo += [(f"{below}[{index}]", inner, depth + 1) for index, inner in enumerate(value)]
             elif keyword in _SINGLE:
                 todo.append((below, value, depth + 1))
@@ -185,7 +187,7 @@ def _check_combiner(schema: Schema, combiner: str, place: str) -> None:
     elif combiner == "$ref":
         if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
             _refuse("$ref", place, "is only supported within the schema itself: # or #/…")
-    elif not isinstance(value, list) or not value:
+    elif not value:
         raise SchemaRefused(f"{place}.{combiner} must be a list of one or more schemas")
     elif combiner == "allOf" and len(value) > 1:
         _refuse("allOf", place, "is only supported with a single schema")

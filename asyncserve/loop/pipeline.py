@@ -394,6 +394,7 @@ class Pipeline:
                 bad_words=active.bad_words,
                 grammar=active.grammar,
             )
+            active.request = tokenized[0].request
             sequences = [ActiveSequence(each, active, self._detokenizer.begin(each)) for each in tokenized]
             for each in sequences:
                 each.timeline.tokenized_s = now_s
@@ -404,9 +405,9 @@ class Pipeline:
             return
         except Exception as error:
             logger.exception(
-                "a prompt could not be tokenized", extra={"request_id": active.request.request_id}
+                "a request could not be admitted", extra={"request_id": active.request.request_id}
             )
-            rejection = EngineError(f"the prompt could not be tokenized: {error}")
+            rejection = EngineError(f"the request could not be admitted: {error!r}")
             rejection.__cause__ = error
             self._reject(active, rejection)
             return
@@ -417,7 +418,7 @@ class Pipeline:
         await self._arrivals.put(Arrival(active, sequences))
 
     def _has_grammar(self, active: ActiveRequest) -> bool:
-        """Return whether a request has the grammar it asks for, or asks for none."""
+        """Return whether a request has the grammar it asks for, if any; one that is kept is given to it."""
         structured = active.request.sampling.structured
         if structured is not None and active.grammar is None:
             active.grammar = self._grammars.find(structured)
@@ -440,9 +441,8 @@ class Pipeline:
         error = future.exception()
         if error is None:
             active.grammar = future.result()
-        elif isinstance(error, NobodyWaits) and not active.has_ended:
-            self._start_compiling(active, prompt_token_ids)  # it came as the others had left
-            return
+        elif isinstance(error, NobodyWaits):
+            pass  # if it has not ended itself, it came as the others had left, and asks again
         elif isinstance(error, GrammarRefused):
             structured = active.request.sampling.structured
             param = None if structured is None else structured.param

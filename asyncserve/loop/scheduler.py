@@ -4,7 +4,8 @@ Takes `TokenizedRequest`s, gives `StepPlan`s; takes `StepOutput`s, gives `TokenD
 torch, no clock (`now_s` comes in). Knows no text: stop strings arrive as `abort`. Owns waiting and running
 sequences and the slots; blocks are `KVAllocator`'s.
 
-Policy. Decode steps first, one token each. What is left of the token budget goes to prompts in order: one
+Policy. Decode steps first, one token each. What is left of the token budget goes to prompts in order (a
+token that is scored counts as `SCORED_TOKEN_COST`, so that such a step takes no longer than others): one
 that fits is computed whole, one that does not gets half of what is left as long as others want some, so a
 long prompt slows the others down but never stops them. A prompt's blocks are taken when it is admitted, all
 at once; a decode step that finds no block preempts the last in order, which waits again with all its known
@@ -42,6 +43,8 @@ from asyncserve.step import (
     StepPlan,
 )
 
+SCORED_TOKEN_COST = 2
+"""What a prompt token takes of the budget when its log-probability is asked for: its logits are made, too."""
 MAX_DEFERRED = 64
 """Waiting sequences passed over in one plan because another is computing their prefix; then the scan ends."""
 
@@ -444,7 +447,7 @@ class Scheduler:
             others_want = can_admit or position + 1 < len(prefilling)
             if draft.budget_left == 0:
                 break
-            num_tokens = self._prompt_chunk(sequence.num_remaining_tokens, draft, others_want)
+            num_tokens = self._prompt_chunk(sequence, sequence.num_remaining_tokens, draft, others_want)
             self._take_chunk(draft, sequence, num_tokens)
         if can_admit:
             self._admit_waiting(draft, now_s)
@@ -452,23 +455,35 @@ class Scheduler:
         for position, (sequence, num_tokens) in enumerate(draft.prefills):
             if draft.budget_left == 0:
                 break
-            extra = min(sequence.num_remaining_tokens, self._prompt_share - num_tokens, draft.budget_left)
+            cost = self._token_cost(sequence)
+            extra = min(
+                sequence.num_remaining_tokens, self._prompt_share - num_tokens, draft.budget_left // cost
+            )
             if extra > 0:
                 draft.prefills[position] = (sequence, num_tokens + extra)
-                draft.budget_left -= extra
+                draft.budget_left -= extra * cost
                 sequence.num_computed_tokens += extra
                 self._allocator.register(sequence)
 
-    def _prompt_chunk(self, num_remaining: int, draft: _Draft, others_want: bool) -> int:
+    def _token_cost(self, sequence: SequenceState) -> int:
+        """Return what one token of a prompt takes of the budget."""
+        # A preempted sequence scores its prompt again. Where a prompt must be whole, there is no choice.
+        is_scored = sequence.tokenized.request.sampling.num_prompt_logprobs is not None
+        return SCORED_TOKEN_COST if is_scored and self._chunks_prefill else 1
+
+    def _prompt_chunk(
+        self, sequence: SequenceState, num_remaining: int, draft: _Draft, others_want: bool
+    ) -> int:
         """Return how many of a prompt's remaining tokens this step computes before leftovers are shared."""
-        left = draft.budget_left
+        # One at least: so the budget may be overdrawn, but a step never has more tokens than it.
+        left = max(1, draft.budget_left // self._token_cost(sequence))
         if num_remaining > left and others_want:
             left = max(left // 2, min(left, self._allocator.block_len))
         return min(num_remaining, left, self._prompt_share)
 
     def _take_chunk(self, draft: _Draft, sequence: SequenceState, num_tokens: int) -> None:
         draft.prefills.append((sequence, num_tokens))
-        draft.budget_left -= num_tokens
+        draft.budget_left = max(0, draft.budget_left - num_tokens * self._token_cost(sequence))
         sequence.num_computed_tokens += num_tokens
         sequence.last_step_id = draft.step_id
         self._allocator.register(sequence)
@@ -493,7 +508,7 @@ class Scheduler:
             # is computed in parts. A prompt waits, and lets nobody pass, until it fits beside decode steps.
             if not self._chunks_prefill and draft.budget_left < num_remaining <= self._budget:
                 break
-            num_tokens = self._prompt_chunk(num_remaining, draft, position + 1 < num_waiting)
+            num_tokens = self._prompt_chunk(sequence, num_remaining, draft, position + 1 < num_waiting)
             runs_alone = not (draft.decodes or draft.prefills or self._decoding or self._prefilling)
             num_spare = 0 if runs_alone else self._num_spare_blocks
             if not self._allocator.take(sequence, matches, num_spare):

@@ -149,7 +149,8 @@ def _template_text(option: str) -> str:
         return option
     path = Path(option).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        # Without the mark that some editors put at the beginning: it would stand in every prompt.
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--chat-template {option!r} is neither a template (no braces in it) nor a readable file: {error}"
@@ -286,7 +287,7 @@ def _folder_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

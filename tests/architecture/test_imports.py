@@ -49,7 +49,7 @@ LAYERS: dict[str, list[list[str]]] = {"": TOP, "loop": LOOP, "gpu": GPU}
 
 THIRD_PARTIES: dict[str, set[str]] = {
     "torch": {"gpu"},
-    "triton": {"gpu"},
+    "triton": {"gpu.kernels"},
     "safetensors": {"gpu"},
     "numpy": {"gpu", "loop.grammar", "loop.grammar_worker"},
     "xgrammar": {"loop.grammar", "loop.grammar_worker"},

@@ -88,7 +88,7 @@ class Simulation:
         """Run one step of (sequence, num_tokens) rows in every layer and compare with the oracle."""
         shape = self.shape
         starts = [len(self.history[sequence]) for sequence, _ in rows]
-        batch = self._batch(rows, starts)
+        batch = self.batch(rows, starts)
         planned = self.backend.plan(batch, self.kv_cache)
         attention = StepAttention(self.backend, batch, self.kv_cache, planned)
         dtype = getattr(torch, shape.dtype)
@@ -129,7 +129,8 @@ class Simulation:
                 out.cpu().double(), expected, rtol=0, atol=TOLERANCE[shape.dtype], check_dtype=False
             )
 
-    def _batch(self, rows: list[tuple[int, int]], starts: list[int]) -> Batch:
+    def batch(self, rows: list[tuple[int, int]], starts: list[int]) -> Batch:
+        """Make the step of (sequence, num_tokens) rows that begin at `starts`, with blocks for them."""
         block_len = self.shape.block_len
         query_lens = [length for _, length in rows]
         seq_lens = [start + length for start, length in zip(starts, query_lens, strict=True)]

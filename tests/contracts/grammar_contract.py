@@ -8,7 +8,7 @@ The grammar allows exactly one of the texts, then a stop token.
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -18,7 +18,11 @@ from tests.fakes.small_tokenizers import byte_level_bpe, sentencepiece_bpe
 from tests.fakes.tokenizer import FakeTokenizer
 
 TEXTS = ["yes", "yesterday", "né", "[1]\n", "日本"]
-TOKENIZERS = {"bytes": FakeTokenizer, "byte-level": byte_level_bpe, "sentencepiece": sentencepiece_bpe}
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": FakeTokenizer,
+    "byte-level": byte_level_bpe,
+    "sentencepiece": sentencepiece_bpe,
+}
 
 
 def allowed(matcher: GrammarMatcher, vocab_size: int) -> list[int]:
@@ -45,8 +49,7 @@ class GrammarContract(ABC):
 
     @pytest.fixture(params=TOKENIZERS)
     def tokenizer(self, request: pytest.FixtureRequest) -> Tokenizer:
-        made: Tokenizer = TOKENIZERS[request.param]()
-        return made
+        return TOKENIZERS[request.param]()
 
     @pytest.fixture
     def vocab_size(self, tokenizer: Tokenizer) -> int:

@@ -6,9 +6,10 @@ them of CHOICE structures, refuses what it cannot, and can be held, so that a te
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from asyncserve.grammar import TimeBudget
 from asyncserve.loop.grammar_cache import GrammarRefused
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.request import StructuredOutput, StructureKind
@@ -46,6 +47,7 @@ class FakeGrammar:
         self.vocab_size = vocab_size
         self.stop_token_ids = tokenizer.eos_token_ids
         self.num_bytes = sum(map(len, self.texts))
+        self.time_budget = TimeBudget()
 
     def matcher(self) -> "FakeMatcher":
         return FakeMatcher(self)
@@ -107,7 +109,7 @@ class FakeGrammarCompiler:
         self.sources: list[str] = []
         self.is_closed = False
 
-    def compile(self, structured: StructuredOutput) -> FakeGrammar:
+    def compile(self, structured: StructuredOutput, is_wanted: Callable[[], bool]) -> FakeGrammar:
         self.sources.append(structured.source)
         self.begun.release()
         assert self.gate.wait(timeout=30)

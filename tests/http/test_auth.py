@@ -1,4 +1,6 @@
 import asyncio
+import codecs
+import os
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,28 @@ def test_a_key_file_without_keys_stops_the_start(tmp_path: Path, text: str | Non
     path = tmp_path / "keys" if text is None else key_file(tmp_path, text)
     with pytest.raises(ConfigError, match=message):
         KeyFile(str(path))
+
+
+def test_the_mark_that_editors_put_before_the_first_line_is_no_part_of_a_key(tmp_path: Path) -> None:
+    plain, marked = tmp_path / "plain", tmp_path / "marked"
+    plain.write_text("one\ntwo\n")
+    marked.write_bytes(codecs.BOM_UTF8 + plain.read_bytes())
+    assert KeyFile(str(marked)).digests == KeyFile(str(plain)).digests
+
+
+def test_a_pipe_in_the_place_of_the_key_file_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = key_file(tmp_path, "one")
+    keys = KeyFile(str(path))
+    known = keys.digests
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"cannot read api_key_file .*: it is not a regular file"):
+        KeyFile(str(path))
+    keys.reload()
+    assert keys.digests == known
+    assert "keeping the API keys as they are" in caplog.text
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])

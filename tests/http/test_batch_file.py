@@ -1,5 +1,7 @@
+import codecs
 import json
 import os
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ def test_a_line_is_a_request() -> None:
     assert json.loads(bytes(request.body)) == {"prompt": "x"}
     assert parse_line(line(method=...), 1).method == "POST"
     assert parse_line(line(further="field"), 1).custom_id == "a"
+    assert parse_line(line(url="/v1/responses", body={"background": False}), 1).custom_id == "a"
 
 
 @pytest.mark.parametrize(
@@ -50,10 +53,16 @@ def test_a_line_is_a_request() -> None:
         (line(url=...), "invalid_request", "url", "a"),
         (line(url="https://api.example/v1/completions"), "invalid_request", "url", "a"),
         (line(url="/metrics"), "invalid_request", "url", "a"),
+        (line(url="/v1/../ping"), "invalid_request", "url", "a"),
+        (line(url="/v1/%2e%2e/tokenize"), "invalid_request", "url", "a"),
+        (line(url="/v1/completions/render"), "invalid_request", "url", "a"),
+        (line(url="/v1/completions?x"), "invalid_request", "url", "a"),
+        (line(url="/v1/embeddings"), "invalid_request", "url", "a"),
         (line(method="GET"), "invalid_request", "method", "a"),
         (line(body=...), "invalid_request", "body", "a"),
         (line(body="text"), "invalid_request", "body", "a"),
         (line(body={"stream": True}), "invalid_request", "stream", "a"),
+        (line(url="/v1/responses", body={"background": True}), "invalid_request", "background", "a"),
     ],
 )
 def test_what_is_no_request_is_reported_with_its_number_and_its_name_if_it_has_one(
@@ -95,6 +104,17 @@ def test_lines_are_numbered_as_an_editor_does_however_they_are_read(
     assert found == [(1, b"one"), (4, b"four"), (5, "line_too_long"), (6, b"six")]
 
 
+@pytest.mark.parametrize("read_bytes", [1, 2, 1000])
+def test_the_mark_that_editors_put_before_the_first_line_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(codecs.BOM_UTF8 + b"one\n" + codecs.BOM_UTF8 + b"two")
+    monkeypatch.setattr(batch_file, "READ_BYTES", read_bytes)
+    lines = list(input_lines(str(path), max_line_bytes=20))
+    assert lines == [(1, b"one"), (2, codecs.BOM_UTF8 + b"two")]
+
+
 def test_a_long_line_is_skipped_without_being_held(tmp_path: Path) -> None:
     path = tmp_path / "in"
     with path.open("wb") as file:
@@ -127,7 +147,10 @@ def output_with(path: Path, content: bytes) -> BatchOutput:
     return BatchOutput(str(path))
 
 
-ANSWERS = b'{"id":"1","custom_id":"a","response":{},"error":null}\n{"custom_id":"b","error":{"line":2}}\n'
+ANSWERS = (
+    b'{"id":"batch_req_1","custom_id":"a","response":{"status_code":200},"error":null}\n'
+    b'{"custom_id":"b","response":null,"error":{"line":2}}\n'
+)
 REPORT = b'{"custom_id":null,"response":null,"error":{"code":"x","line":3}}\n'
 
 
@@ -141,25 +164,69 @@ def test_answers_of_an_earlier_run_are_known(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == ANSWERS + REPORT + b"more\n"
 
 
-@pytest.mark.parametrize("cut", range(1, 53))
+@pytest.mark.parametrize("cut", range(1, 80))
 def test_a_last_line_that_was_cut_off_is_removed_or_completed(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "out"
     first, second = ANSWERS.splitlines(keepends=True)
     output = output_with(path, second + first[:-cut])
     assert output.has("b")
     assert output.has("a") is (cut == 1), "only the line break was missing"
-    output.write(b'{"custom_id":"c"}\n')
+    output.write(b'{"custom_id":"c","response":{},"error":null}\n')
     output.close()
     names = [json.loads(each)["custom_id"] for each in path.read_text().splitlines()]
     assert names == (["b", "a", "c"] if cut == 1 else ["b", "c"])
 
 
-@pytest.mark.parametrize("content", [b"precious notes\n", b'{"custom_id": 5}\n', b"[]\n", b"{}\n" + ANSWERS])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"precious notes\n",
+        b"precious notes",
+        b'{"custom_id": 5}\n',
+        b"[]\n",
+        b"{}\n" + ANSWERS,
+        ANSWERS + b"precious notes",
+        line(),
+        line() + b"\n",
+        line() + b"\n" + line()[:-20],
+        line()[:-20],
+        ANSWERS + line()[:-20],
+        ANSWERS + line(),
+        b'{"custom_id":"a","response":{}}\n',
+        b'{"custom_id":"a","error":null}\n',
+        b'{"custom_id":"a","response":"text","error":null}\n',
+    ],
+)
 def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "out"
     with pytest.raises(ConfigError, match="no output of a batch"):
         output_with(path, content)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"", ANSWERS, line() + b"\n", line()])
+def test_the_input_is_never_taken_for_the_output(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(content)
+    (tmp_path / "symbolic").symlink_to(path)
+    (tmp_path / "hard").hardlink_to(path)
+    for name in ("in", "symbolic", "hard"):
+        with pytest.raises(ConfigError, match="same file"):
+            BatchOutput(str(tmp_path / name), input_path=str(path))
+    assert path.read_bytes() == content
+    BatchOutput(str(tmp_path / "out"), input_path=str(path)).close()
+
+
+def test_nor_when_the_output_is_appended_to_it_by_the_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(line())
+    with path.open("a") as appended:
+        monkeypatch.setattr(sys, "stdout", appended)
+        with pytest.raises(ConfigError, match="same file"):
+            BatchOutput("-", input_path=str(path))
+        BatchOutput("-", input_path="/nowhere").close()
 
 
 def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:

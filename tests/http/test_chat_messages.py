@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncserve.http.chat import ChatShapes
 from asyncserve.http.conversation import ChatCall
+from asyncserve.http.generation import LARGE_TEXT_LEN
 from asyncserve.http.logprobs import TokenTexts
 from asyncserve.http.parsers.interface import ToolChoice
 from asyncserve.http.parsers.registry import message_format
@@ -248,6 +250,30 @@ async def test_one_call_at_most_if_that_is_asked() -> None:
     async with live_server(engine=engine_for(TEXTS[5])) as live:
         [choice] = (await live.chat(**CHAT, parallel_tool_calls=False)).json["choices"]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_long_text_is_read_in_a_thread_when_it_comes_in_one_piece(is_long: bool) -> None:
+    threads: list[str] = []
+
+    class Watched(FakeTokenizer):
+        """Has markers of one token each, and so is asked for what stands before them."""
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> Any:
+            marks = {"<think>": "\5", "</think>": "\6"}
+            return super().encode(marks.get(text, text), add_special_tokens=add_special_tokens)
+
+        def token_bytes(self, token_id: int) -> bytes:
+            threads.append(threading.current_thread().name)
+            return super().token_bytes(token_id)
+
+    text = "a" * (LARGE_TEXT_LEN + is_long)
+    engine = ScriptedEngine([text], tokenizer=Watched(chat_template_text="<think></think>"))
+    async with live_server(engine=engine) as live:
+        threads.clear()
+        answer = await live.chat()
+    assert answer.json["choices"][0]["message"]["content"] == text
+    assert ["MainThread" not in thread for thread in threads] == [is_long]
 
 
 async def test_usage_of_each_event_counts_reasoning() -> None:

@@ -3,8 +3,12 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from asyncserve.http.conversation import chat_call
+from asyncserve.http.schema import ChatBody
+from asyncserve.http.serving import SERVING
 from asyncserve.request import ChatPrompt, FinishReason, Request, StructureKind
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.tokenizer import FakeTokenizer
@@ -59,6 +63,19 @@ async def test_calls_are_read_as_the_model_was_told_to_write_them() -> None:
     engine = ScriptedEngine([text], tokenizer=FakeTokenizer(chat_template_text="{{ messages }}"))
     answer, _ = await send({"tools": [TOOL]}, engine=engine, tool_call_parser="llama3_json")
     assert answer.json["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_how_the_model_is_told_to_write_calls_is_worked_out_once() -> None:
+    """It takes milliseconds where special tokens are many."""
+    engine = ScriptedEngine(["a"], tokenizer=FakeTokenizer(chat_template_text="{{ messages }}"))
+    body = msgspec.convert({"messages": [USER], "tools": [TOOL]}, ChatBody)
+    async with live_server(engine=engine) as live:
+        serving = live.runner.app[SERVING]
+        first, second = [
+            await chat_call(serving, body, num_bytes=0, response_id="r", arrival_s=0.0) for _ in range(2)
+        ]
+    assert first.message_format.tool_parser == "hermes"
+    assert first.message_format is second.message_format
 
 
 async def test_documents_effort_and_variables_reach_the_template() -> None:
@@ -119,6 +136,41 @@ async def test_calls_that_must_be_made_are_held_to_a_grammar(choice: Any) -> Non
     assert request.sampling.structured is None
 
 
+async def test_answer_that_must_call_needs_no_other_shape() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    _, [alone] = await send({"tools": [TOOL], "tool_choice": "required"})
+    _, [both] = await send({"tools": [TOOL], "tool_choice": "required", "response_format": schema})
+    assert both.sampling.structured == alone.sampling.structured
+    assert both.sampling.structured is not None
+    assert both.sampling.structured.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "call_id"), [(WITH_TOOLS, "call_1"), ("{{ tools }}[TOOL_CALLS]", "74196fe72")]
+)
+async def test_ids_of_calls_are_shown_as_the_family_of_templates_takes_them(
+    template: str, call_id: str
+) -> None:
+    seen: list[Any] = []
+
+    class Recorder(FakeTokenizer):
+        def render_chat(self, prompt: ChatPrompt) -> str:
+            seen.extend(prompt.messages)
+            return "text"
+
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "call_1"},
+    ]
+    async with live_server(
+        engine=ScriptedEngine(["a"], tokenizer=Recorder(chat_template_text=template))
+    ) as live:
+        assert (await live.call("/tokenize", {"messages": messages})).status == 200
+    assert [seen[1]["tool_calls"][0]["id"], seen[2]["tool_call_id"]] == [call_id, call_id]
+
+
 async def test_special_tokens_are_shown_to_the_parser_if_markers_are_among_them() -> None:
     class Marked(FakeTokenizer):
         def __init__(self) -> None:
@@ -129,6 +181,10 @@ async def test_special_tokens_are_shown_to_the_parser_if_markers_are_among_them(
     await send({"tools": [TOOL]}, engine=engine)
     await send({}, engine=engine)
     assert [request.sampling.skip_special_tokens for request in engine.requests] == [False, True]
+
+
+def engine_that_reasons(*pieces: str) -> ScriptedEngine:
+    return ScriptedEngine(pieces, tokenizer=FakeTokenizer(chat_template_text=WITH_REASONING))
 
 
 async def test_prompt_that_opens_the_reasoning_is_read_so() -> None:
@@ -142,6 +198,11 @@ async def test_prompt_that_opens_the_reasoning_is_read_so() -> None:
     assert request.prompt.rendered == "<bos><turn>user:hi<end><turn>assistant:<think>\n"
     message = answer.json["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("so", "a")
+    begun = {"role": "assistant", "content": "<think>" + "so " * 200}
+    fields = {"messages": [USER, begun], "continue_final_message": True}
+    answer, _ = await send(fields, engine=engine_that_reasons("more", "</think>", "a"))
+    message = answer.json["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("more", "a")
     closed = ScriptedEngine(["so", "a"], tokenizer=FakeTokenizer(chat_template_text=WITH_REASONING))
     answer, _ = await send({}, engine=closed)
     assert answer.json["choices"][0]["message"]["content"] == "soa"
@@ -174,6 +235,21 @@ async def test_json_nested_too_deeply_for_the_server_is_refused() -> None:
         assert answer.status in (200, 400), answer.body
         if answer.status == 400:
             assert "nested too deeply" in answer.error["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+async def test_json_that_is_nested_almost_too_deeply_is_no_fault_of_the_servers(path: str) -> None:
+    """Between what can be read and what can be written are a few levels; where they are depends on Python."""
+    engine = ScriptedEngine(["a"], tokenizer=FakeTokenizer(chat_template_text="{{ messages }}"))
+    statuses = set()
+    async with live_server(engine=engine) as live:
+        for depth in range(850, 1000, 2):
+            body = json.dumps({"messages": [USER], "tools": [{**TOOL, "function": {"name": "f"}}]})
+            deep = '"parameters": ' + '{"a": ' * depth + "1" + "}" * depth
+            data = body.replace('"name": "f"', f'"name": "f", {deep}').encode()
+            statuses.add((await live.call(path, data=data)).status)
+    assert statuses <= {200, 400}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from asyncserve.errors import InvalidRequest
 from asyncserve.http.message_schema import Message
-from asyncserve.http.prompt_messages import template_messages, without_tools
+from asyncserve.http.prompt_messages import template_messages, with_call_ids_of, without_tools
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -54,6 +54,32 @@ def test_arguments_are_objects_however_they_come(arguments: Any) -> None:
     assert message["tool_calls"] == [
         {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
     ]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "no JSON", "[" * 5000])
+def test_arguments_that_broke_come_back_as_the_model_wrote_them(arguments: str) -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    [message] = shown({"role": "assistant", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_ids_fit_a_template_that_wants_a_length_and_still_belong_together() -> None:
+    kept = {**CALL, "id": "abcDEF123"}
+    nameless = {key: value for key, value in CALL.items() if key != "id"}
+    messages = shown(
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "call_2"}, kept, nameless]},
+        {"role": "tool", "content": "1", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "3", "tool_call_id": "abcDEF123"},
+    )
+    user, assistant, first, third = with_call_ids_of(9, messages)
+    ids = [call.get("id") for call in assistant["tool_calls"]]
+    assert all(len(each) == 9 and each.isalnum() for each in ids[:3])
+    assert ids[0] != ids[1]
+    assert ids[2:] == ["abcDEF123", None]
+    assert (first["tool_call_id"], third["tool_call_id"]) == (ids[0], ids[2])
+    assert user == messages[0]
+    assert assistant["tool_calls"][1]["function"] == messages[1]["tool_calls"][1]["function"]
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -108,6 +134,21 @@ def test_template_without_tools_sees_calls_and_results_as_text() -> None:
         },
         {"role": "assistant", "content": "done"},
     ]
+
+
+def test_template_without_tools_sees_users_and_assistants_take_turns() -> None:
+    messages = shown(
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "1", "tool_call_id": "call_1"},
+        {"role": "user", "content": "and now?"},
+        {"role": "user", "content": "hello?"},
+        {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+    )
+    assert [message["role"] for message in without_tools(messages[:4], [])] == ["user", "assistant", "user"]
+    *_, joined, last = without_tools(messages, [])
+    assert joined["content"] == "<tool_response>\n1\n</tool_response>\nand now?"
+    assert last["content"] == "hello?\n<tool_response>\n2\n</tool_response>"
 
 
 def test_messages_without_anything_of_tools_stay_as_they_are() -> None:

@@ -25,6 +25,7 @@ from tests.http.live import live_server
         ("/v1/batches", "run-batch"),
         ("/v1/assistants", "/v1/responses"),
         ("/v1/threads/t-1/runs", "/v1/responses"),
+        ("/v1/conversations", "/v1/responses"),
     ],
 )
 async def test_what_a_causal_model_cannot_do_is_refused_with_a_reason_that_clients_do_not_retry(

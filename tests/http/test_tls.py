@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -360,6 +361,17 @@ def test_files_that_cannot_be_used_stop_the_start_with_a_message(
     ):
         with pytest.raises(ConfigError, match=message):
             TlsFiles(**files).context()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["certfile", "keyfile", "ca_certs"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+    tmp_path: Path, authority: Authority, name: str
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    files = {"certfile": str(authority.certfile), "keyfile": str(authority.keyfile), name: str(pipe)}
+    with pytest.raises(ConfigError, match=f"ssl_{name} {pipe}.*: it is not a regular file"):
+        TlsFiles(**files).context()  # type: ignore[arg-type]
 
 
 def test_one_file_may_hold_certificate_and_key(tmp_path: Path, authority: Authority) -> None:

@@ -34,13 +34,6 @@ def test_tools_may_be_used_if_nothing_is_said() -> None:
     }
 
 
-def test_older_form_means_the_same() -> None:
-    newer = choice_of(tools=[function(WEATHER)], tool_choice=function({"name": "weather"}))
-    older = choice_of(functions=[WEATHER], function_call={"name": "weather"})
-    assert older == newer
-    assert choice_of(functions=[WEATHER], function_call="none") == ToolChoice()
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -87,8 +80,11 @@ def test_templates_see_openais_form_without_the_servers_fields() -> None:
         ({"tools": [function({"name": "a\n"})]}, "tools[0].function.name", "letters, digits"),
         ({"tools": [function(TIME)], "tool_choice": "any"}, "tool_choice", "'any'"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"functions": [TIME], "function_call": {"name": "x"}}, "function_call", "none of the tools"),
-        ({"tools": [function(TIME)], "functions": [TIME]}, "functions", "older form"),
+        (
+            {"tools": [function(TIME)], "tool_choice": function({"name": "x"})},
+            "tool_choice",
+            "none of the tools",
+        ),
     ],
 )
 def test_tools_that_cannot_be_meant_are_refused(fields: dict[str, Any], param: str, message: str) -> None:

@@ -23,6 +23,7 @@ def test_masks_and_sampling_are_measured_in_a_line_for_each_grammar_and_size(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_every_schema_is_compiled_and_then_kept(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = byte_level_bpe()
     grammars = asyncio.run(measure_compiling(tokenizer, tokenizer.vocab_size))
@@ -32,6 +33,7 @@ def test_every_schema_is_compiled_and_then_kept(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_the_program_runs_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     main(
         [

@@ -6,7 +6,7 @@ import random
 import numpy as np
 
 from asyncserve.grammar import Grammar
-from asyncserve.loop.grammar import CompiledGrammar, Vocabulary, unpack
+from asyncserve.loop.grammar import CompiledGrammar, Vocabulary
 from asyncserve.loop.grammar_worker import Worker
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.request import StructuredOutput, StructureKind
@@ -22,11 +22,12 @@ class Compiler:
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> None:
         self.vocabulary = Vocabulary(tokenizer, vocab_size or tokenizer.vocab_size)
-        self.worker = Worker(str(self.vocabulary.info.serialize_json()), self.vocabulary.special_ids)
+        self.worker = Worker(self.vocabulary.tokens, self.vocabulary.texts)
+        self.vocabulary.take(self.worker.packed_vocabulary())
 
     def compile(self, structured: StructuredOutput) -> CompiledGrammar:
         packed = self.worker.compile(structured.kind, structured.source)
-        return unpack(packed, self.vocabulary, structured)
+        return self.vocabulary.unpack(packed, structured)
 
 
 def compiled(

@@ -204,8 +204,14 @@ def test_n_makes_as_many_sequences_with_seeds_of_their_own() -> None:
     assert [sequence.sequence_id for sequence in sequences] == [40, 41, 42]
     assert [sequence.index for sequence in sequences] == [0, 1, 2]
     assert [sequence.seed for sequence in sequences] == [seed_of_choice(2**63 - 2, i) for i in range(3)]
-    assert all(sequence.request is asked for sequence in sequences)
+    assert all(sequence.request is sequences[0].request for sequence in sequences)
+    assert sequences[0].request.sampling is asked.sampling
     assert all(list(sequence.prompt_token_ids) == [7, 7, 7] for sequence in sequences)
+
+
+def test_what_a_prompt_was_made_from_is_not_held_once_there_are_its_tokens() -> None:
+    [sequence] = admit(request(TextPrompt(text="abc")))
+    assert sequence.request.prompt == TokensPrompt(token_ids=sequence.prompt_token_ids)
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ async def test_a_tokenizer_that_breaks_fails_one_request(caplog: pytest.LogCaptu
         assert type(bad.error) is EngineError
         assert isinstance(bad.error.__cause__, ZeroDivisionError)
         assert (await good.wait()).error is None
-    assert [record.message for record in caplog.records] == ["a prompt could not be tokenized"]
+    assert [record.message for record in caplog.records] == ["a request could not be admitted"]
 
 
 async def test_the_queue_has_an_end_and_says_when_to_come_back() -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import re
@@ -10,16 +11,17 @@ import jsonschema
 import pytest
 
 from asyncserve.errors import EngineError, EngineStopped
-from asyncserve.loop.grammar import MAX_SPACE_TOKENS, XGrammarCompiler
-from asyncserve.loop.grammar_cache import GrammarRefused
-from asyncserve.loop.grammar_worker import Refused
+from asyncserve.loop.grammar import MAX_SPACE_TOKENS, CompiledGrammar, Vocabulary, XGrammarCompiler
+from asyncserve.loop.grammar_cache import GrammarRefused, NobodyWaits
+from asyncserve.loop.grammar_worker import Refused, Worker
 from asyncserve.request import StructuredOutput, StructureKind
 from tests.fakes.small_tokenizers import byte_level_bpe, sentencepiece_bpe
 from tests.fakes.tokenizer import FakeTokenizer
 from tests.loop.grammars import Compiler, schema, write_at_random
 from tests.loop.schema_corpus import SCHEMAS
 
-pytestmark = pytest.mark.slow  # importing xgrammar takes a second
+# Importing xgrammar takes a second, for each worker another: on a busy machine much longer.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def structure(kind: StructureKind, source: object = "") -> StructuredOutput:
@@ -114,6 +116,14 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
     assert "/project/" not in str(caught.value)
 
 
+def test_a_grammar_is_taken_to_be_no_smaller_than_what_it_is_packed_into(compiler: Compiler) -> None:
+    strings = {name: {"type": "string"} for name in "abcde"}
+    objects = {f"o{number}": {"type": "object", "properties": strings} for number in range(12)}
+    structured = schema({"type": "object", "properties": objects})
+    packed = compiler.worker.compile(structured.kind, structured.source)
+    assert compiler.vocabulary.unpack(packed, structured).num_bytes >= len(packed)
+
+
 # ---- the other kinds -----------------------------------------------------------------------------------
 
 
@@ -206,6 +216,67 @@ def test_bad_sources_are_refused_with_the_reason(
         compiler.compile(structure(kind, source))
 
 
+class SlowMatchers:
+    """Instead of xgrammar's module: matchers whose masks take ever longer, by a clock of their own."""
+
+    def __init__(self, library: Any, more_s: float) -> None:
+        self._library = library
+        self._more_s = more_s
+        self.now_s = 0.0
+
+    def GrammarMatcher(self, compiled: Any) -> Any:
+        clock = self
+        matcher = self._library.GrammarMatcher(compiled)
+
+        class Slower:
+            num_masks = 0
+
+            def fill_next_token_bitmask(self, words: Any) -> bool:
+                self.num_masks += 1
+                clock.now_s += self.num_masks * clock._more_s
+                return bool(matcher.fill_next_token_bitmask(words))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(matcher, name)
+
+        return Slower()
+
+
+@pytest.mark.parametrize(("more_s", "is_refused"), [(0.000005, False), (0.00003, True)])
+def test_a_grammar_that_grows_slow_far_along_is_refused(
+    monkeypatch: pytest.MonkeyPatch, more_s: float, is_refused: bool
+) -> None:
+    vocabulary = Vocabulary(byte_level_bpe(), byte_level_bpe().vocab_size)
+    worker = Worker(vocabulary.tokens, vocabulary.texts)
+    matchers = SlowMatchers(worker._xgrammar, more_s)
+    worker._xgrammar = matchers  # type: ignore[assignment]
+    monkeypatch.setattr("time.thread_time", lambda: matchers.now_s)
+    with pytest.raises(Refused, match="too long to follow") if is_refused else contextlib.nullcontext():
+        worker.compile(StructureKind.REGEX, "[a-z]{1000}")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("std::bad_alloc")])
+@pytest.mark.parametrize("where", ["compile", "follow", "pack"])
+def test_too_little_memory_is_a_refusal_wherever_it_is_noticed(error: Exception, where: str) -> None:
+    class Packed:
+        def serialize_json(self) -> str:
+            raise error
+
+    class Full(Worker):
+        def _compile(self, kind: StructureKind, source: str) -> Any:
+            if where == "compile":
+                raise error
+            return Packed()
+
+        def _try(self, compiled: Any) -> None:
+            if where == "follow":
+                raise error
+
+    vocabulary = Vocabulary(byte_level_bpe(), byte_level_bpe().vocab_size)
+    with pytest.raises(Refused, match="takes too much memory"):
+        Full(vocabulary.tokens, vocabulary.texts).compile(StructureKind.REGEX, "a")
+
+
 def test_what_no_token_can_spell_is_refused() -> None:
     class NoDigits(FakeTokenizer):
         def token_bytes(self, token_id: int) -> bytes:
@@ -263,11 +334,11 @@ def test_one_process_compiles_all_structures_and_ends_with_the_compiler(process:
 
 def test_what_takes_too_long_is_refused_and_harms_nothing_that_comes_after() -> None:
     tokenizer = byte_level_bpe()
-    compiler = XGrammarCompiler(tokenizer, tokenizer.vocab_size, timeout_s=1)
+    compiler = XGrammarCompiler(tokenizer, tokenizer.vocab_size, timeout_s=5)
     try:
         assert written(compiler, YES) == "yes"
         pid = compiler.worker_pid
-        with pytest.raises(GrammarRefused, match="takes longer than 1 s"):
+        with pytest.raises(GrammarRefused, match="takes longer than 5 s"):
             compiler.compile(ENDLESS)
         assert pid is not None
         with pytest.raises(ProcessLookupError):
@@ -275,6 +346,47 @@ def test_what_takes_too_long_is_refused_and_harms_nothing_that_comes_after() -> 
         assert written(compiler, YES) == "yes"
     finally:
         compiler.close()
+
+
+def test_a_worker_that_is_ended_by_somebody_else_costs_nobody_an_answer(process: XGrammarCompiler) -> None:
+    assert written(process, YES) == "yes"
+    pid = process.worker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # so that it is in the middle of it when it ends
+    outcomes: list[CompiledGrammar] = []
+    begun = threading.Event()
+
+    def is_wanted() -> bool:  # asked as soon as it has taken a while
+        begun.set()
+        return True
+
+    thread = threading.Thread(target=lambda: outcomes.append(process.compile(YES, is_wanted)))
+    thread.start()
+    assert begun.wait(120)
+    os.kill(pid, signal.SIGKILL)
+    thread.join()
+    assert len(outcomes) == 1
+    assert process.worker_pid != pid
+
+
+def test_an_idle_worker_that_is_ended_leaves_no_process_behind(process: XGrammarCompiler) -> None:
+    assert written(process, YES) == "yes"
+    pid = process.worker_pid
+    assert pid is not None
+    (reaper,) = [thread for thread in threading.enumerate() if thread.name == "reap-grammar-worker"]
+    os.kill(pid, signal.SIGKILL)
+    reaper.join(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert written(process, YES) == "yes"
+
+
+def test_a_compilation_is_ended_when_nobody_waits_for_it(process: XGrammarCompiler) -> None:
+    assert written(process, YES) == "yes"
+    with pytest.raises(NobodyWaits):
+        process.compile(ENDLESS, lambda: False)
+    assert process.worker_pid is None
+    assert written(process, YES) == "yes"
 
 
 def test_a_worker_that_dies_fails_what_it_compiles_and_is_replaced(process: XGrammarCompiler) -> None:
@@ -291,7 +403,8 @@ def test_a_worker_that_dies_fails_what_it_compiles_and_is_replaced(process: XGra
     while thread.is_alive():
         # Whichever it has just started: it may come before the structure does.
         if (pid := process.worker_pid) is not None:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has been replaced since
+                os.kill(pid, signal.SIGKILL)
         thread.join(0.05)
     assert len(outcomes) == 1
     assert written(process, YES) == "yes"
@@ -312,6 +425,18 @@ def test_closing_ends_a_compilation(process: XGrammarCompiler) -> None:
     process.close()
     thread.join()
     assert len(outcomes) == 1
+
+
+def test_a_vocabulary_that_cannot_be_had_is_nobodys_fault_and_leaves_no_worker() -> None:
+    class Broken(FakeTokenizer):
+        def token_bytes(self, token_id: int) -> bytes:
+            raise RuntimeError("no such token")
+
+    compiler = XGrammarCompiler(Broken(), 512, timeout_s=30)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no such token"):
+            compiler.compile(YES)
+        assert compiler.worker_pid is None
 
 
 def test_a_model_without_an_end_of_answers_has_no_structured_output() -> None:

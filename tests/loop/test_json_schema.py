@@ -165,6 +165,8 @@ def test_other_patterns_pass(pattern: str) -> None:
         [1],
         None,
         {"properties": []},
+        {"properties": 5, "required": ["a"]},
+        {"patternProperties": 5},
         {"properties": {"a": 5}},
         {"anyOf": {}},
         {"anyOf": []},

@@ -484,6 +484,46 @@ def test_prompt_logprobs_of_all_chunks_come_once_with_the_first_token() -> None:
     assert received.logprobs == [fake_logprobs(token_id, 1, VOCAB) for token_id in expected(ids, 3)]
 
 
+def test_a_token_that_is_scored_takes_more_of_the_budget() -> None:
+    bench = Bench(fake_info(max_num_batched_tokens=30))
+    ids = prompt(25)
+    bench.add(ids, max_tokens=3, num_prompt_logprobs=1)
+    assert [lengths(plan) for plan in bench.run()[:4]] == [{0: 15}, {0: 10}, {0: 1}, {0: 1}]
+    assert bench.tokens_of(0) == expected(ids, 3)
+    assert bench.received[0].prompt_logprobs == [[fake_logprobs(token_id, 1, VOCAB) for token_id in ids[1:]]]
+
+
+def test_what_scored_tokens_leave_goes_to_others_and_the_other_way_round() -> None:
+    bench = Bench(fake_info(max_num_batched_tokens=32))
+    bench.add(prompt(40), num_prompt_logprobs=1)
+    bench.add(prompt(8, 100))
+    plan, _ = bench.step()
+    assert lengths(plan) == {0: 12, 1: 8}
+    bench = Bench(fake_info(max_num_batched_tokens=32))
+    bench.add(prompt(8))
+    bench.add(prompt(40, 100), num_prompt_logprobs=1)
+    plan, _ = bench.step()
+    assert lengths(plan) == {0: 8, 1: 12}
+
+
+def test_a_scored_prompt_goes_on_with_what_decode_steps_leave_however_little() -> None:
+    bench = Bench(fake_info(max_num_batched_tokens=2))
+    bench.add(prompt(2), max_tokens=10)
+    bench.step()
+    bench.add(prompt(5, 100), num_prompt_logprobs=1)
+    plan, _ = bench.step()
+    assert lengths(plan) == {0: 1, 1: 1}
+    bench.run()
+    assert bench.tokens_of(1) == expected(prompt(5, 100), 4)
+
+
+def test_without_chunked_prefill_a_scored_prompt_is_computed_whole() -> None:
+    bench = Bench(fake_info(max_num_batched_tokens=16), enable_chunked_prefill=False)
+    bench.add(prompt(15), num_prompt_logprobs=1)
+    plan, _ = bench.step()
+    assert lengths(plan) == {0: 15}
+
+
 def test_prompt_logprobs_are_whole_when_the_prompt_is_preempted_half_way() -> None:
     info = fake_info(num_blocks=8, max_num_batched_tokens=5, max_model_len=28)
     bench = Bench(info)
@@ -504,7 +544,7 @@ def test_missing_prompt_logprobs_are_a_bug_of_the_device_that_is_noticed() -> No
     bench.apply_output(StepOutput(step_id=0, token_ids=[]))
     bench.must_plan()
     scored = {0: [fake_logprobs(1, 0, VOCAB)]}
-    with pytest.raises(InvariantError, match="lacks prompt logprobs before 6"):
+    with pytest.raises(InvariantError, match="lacks prompt logprobs before 3"):
         bench.scheduler.apply(StepOutput(step_id=1, token_ids=[], prompt_logprobs=scored), 0.0)
 
 

@@ -1,7 +1,7 @@
 """Structured output through the stages of the engine, over fakes of device and compiler."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -142,7 +142,7 @@ async def test_each_request_is_told_of_its_own_field() -> None:
 
 async def test_a_compiler_with_a_bug_fails_the_request_and_not_the_engine() -> None:
     class Broken(FakeGrammarCompiler):
-        def compile(self, structured: StructuredOutput) -> Any:
+        def compile(self, structured: StructuredOutput, is_wanted: Callable[[], bool]) -> Any:
             raise ZeroDivisionError
 
     async with bench(make_grammar_compiler=Broken) as b:
@@ -193,8 +193,8 @@ async def test_stopping_the_engine_ends_a_compilation_and_fails_who_waits_for_it
 
 async def test_a_row_left_without_a_token_ends_with_the_reason_and_harms_no_other() -> None:
     class Stuck(FakeGrammarCompiler):
-        def compile(self, structured: StructuredOutput) -> Any:
-            grammar = super().compile(structured)
+        def compile(self, structured: StructuredOutput, is_wanted: Callable[[], bool]) -> Any:
+            grammar = super().compile(structured, is_wanted)
             grammar.stop_token_ids = frozenset()  # nothing may come after the text
             return grammar
 

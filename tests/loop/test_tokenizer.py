@@ -1,3 +1,4 @@
+import codecs
 import json
 import logging
 import random
@@ -239,6 +240,15 @@ def test_the_chat_template_is_found_in_each_of_its_places(tmp_path: Path) -> Non
     assert rendered() == "older file"
     (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
     assert rendered() == "file hi"
+
+
+def test_the_mark_that_editors_put_before_a_text_is_no_part_of_the_template(tmp_path: Path) -> None:
+    given = tmp_path / "given.jinja"
+    given.write_bytes(codecs.BOM_UTF8 + b"given {{ messages[0].content }}")
+    checkpoint = _folder(tmp_path, tokenizer_config={})
+    assert load_tokenizer(checkpoint, chat_template=str(given)).render_chat(_HI) == "given hi"
+    given.rename(tmp_path / "chat_template.jinja")
+    assert load_tokenizer(checkpoint, chat_template=None).render_chat(_HI) == "given hi"
 
 
 def test_damaged_templates_are_named(tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ class LayerCache(NamedTuple):
     Args:
         keys: `[num_blocks, num_kv_heads, block_len, head_dim]`, contiguous.
         values: As `keys`.
-        slot_mapping: `[num_tokens] int64`, `block_id * block_len + offset`; -1: the token is padding and is
-            not written.
+        slot_mapping: `[num_tokens] int64`, `block_id * block_len + offset`; -1 is padding, which the layer
+            does not write. No batch has any yet, and `StepAttention.run` takes none.
     """
 
     keys: torch.Tensor

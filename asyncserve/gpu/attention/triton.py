@@ -14,7 +14,7 @@ from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kernels.paged_decode import DecodeConfig, decode_config, new_scratch, paged_decode
 from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_configs
-from asyncserve.gpu.kernels.paging import IS_INTERPRETED
+from asyncserve.gpu.kernels.paging import IS_INTERPRETED, shared_bytes
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import KVSpec
 
@@ -171,7 +171,9 @@ class TritonAttention:
             if q.is_cuda:
                 num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
             decode = self._decode or decode_config(head_dim=layer.head_dim, dtype=wider, num_sms=num_sms)
-            short, long = prefill_configs(head_dim=layer.head_dim, dtype=wider)
+            short, long = prefill_configs(
+                head_dim=layer.head_dim, dtype=wider, shared_bytes=shared_bytes(q.device)
+            )
             kind = _Kind(
                 decode=decode,
                 scratch=new_scratch(

@@ -34,28 +34,36 @@ class PrefillConfig:
     num_stages: int
 
 
-def prefill_configs(*, head_dim: int, dtype: torch.dtype) -> tuple[PrefillConfig, PrefillConfig]:
+def prefill_configs(
+    *, head_dim: int, dtype: torch.dtype, shared_bytes: int
+) -> tuple[PrefillConfig, PrefillConfig]:
     """Return the ways for rows of few queries and for rows of many.
 
     Args:
         head_dim: Elements per head.
         dtype: Of queries and cache, the wider one.
+        shared_bytes: Shared memory that a program may have on the device.
     """
-    padded_dim = triton.next_power_of_2(head_dim)
+    padded_dim: int = triton.next_power_of_2(head_dim)
     if dtype.itemsize > 2:
         # No tensor cores: what fits registers and shared memory.
         tile_len = 32 if padded_dim <= 128 else 16
         config = PrefillConfig(tile_rows=32, tile_len=tile_len, num_warps=4, num_stages=2)
         return config, config
+    # For devices with less shared memory: 227 KiB are an H200's, 163 an A100's, 99 a smaller one's.
+    small = PrefillConfig(tile_rows=64, tile_len=32, num_warps=4, num_stages=2)
     if padded_dim > 128:
-        return (
-            PrefillConfig(tile_rows=64, tile_len=32, num_warps=4, num_stages=2),
-            PrefillConfig(tile_rows=128, tile_len=64, num_warps=8, num_stages=2),
-        )
-    return (
-        PrefillConfig(tile_rows=64, tile_len=64, num_warps=4, num_stages=3),
-        PrefillConfig(tile_rows=128, tile_len=128, num_warps=8, num_stages=2),
-    )
+        short, long = small, PrefillConfig(tile_rows=128, tile_len=64, num_warps=8, num_stages=2)
+    else:
+        short = PrefillConfig(tile_rows=64, tile_len=64, num_warps=4, num_stages=3)
+        long = PrefillConfig(tile_rows=128, tile_len=128, num_warps=8, num_stages=2)
+
+    def fits(config: PrefillConfig) -> bool:
+        # The queries, and K and V of each stage.
+        rows = config.tile_rows + 2 * config.tile_len * config.num_stages
+        return rows * padded_dim * dtype.itemsize <= shared_bytes
+
+    return short if fits(short) else small, long if fits(long) else small
 
 
 def paged_prefill(

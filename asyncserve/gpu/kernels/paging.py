@@ -1,4 +1,4 @@
-"""What the paged attention kernels share: soft-capped scores, the base of their logarithms, their dtypes.
+"""What the paged attention kernels share: soft-capped scores, the base of their logarithms, dtypes, memory.
 
 Scores are kept in base 2, so that softmax is exp2: a scale, a cap and a sink are multiplied by log2(e). The
 cache is `[num_blocks, num_kv_heads, block_len, head_dim]`; a *cell* is one position of one of its heads,
@@ -32,3 +32,11 @@ def product_dtype(dtype: torch.dtype) -> tl.dtype:
         # The interpreter keeps bfloat16 as bits, and its tl.dot would multiply those.
         return tl.float32
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that one program may have on the device of a tensor (it has an index)."""
+    if IS_INTERPRETED:
+        return 2**30
+    properties: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return properties["max_shared_mem"]

@@ -7,21 +7,17 @@ responses carry their id as `request-id`, too. No version header is needed, and 
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import orjson
 from aiohttp import web
 
-from asyncserve.errors import RequestError
 from asyncserve.http.body import read_body
 from asyncserve.http.conversation import LARGE_BODY_BYTES, ChatCall, chat_call
 from asyncserve.http.failures import speaks_anthropic
 from asyncserve.http.generation import collect, stream
 from asyncserve.http.messages.schema import ConversationBody, CountTokensBody, MessagesBody
 from asyncserve.http.messages.shapes import MessageShapes
-from asyncserve.http.messages.translation import chat_body, name_as_asked
-from asyncserve.http.reasoning_tokens import ReasoningCount
+from asyncserve.http.messages.translation import FIELD_NAMES, chat_body
 from asyncserve.http.serving import REQUEST_ID_HEADER, SERVING, Serving, request_id_of
 from asyncserve.request import ChatPrompt
 
@@ -47,11 +43,11 @@ async def messages(http_request: web.Request) -> web.StreamResponse:
         parser=call.parser(),
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
         eager_tools=_eager_tools(body, call),
-        reasoning_count=_reasoning_count(serving, call),
+        reasoning_count=call.reasoning_count(serving.token_texts),
     )
     # Clients that work on their own ask for far more tokens than they need, whatever the model's context.
     request = dataclasses.replace(call.request, cuts_max_tokens=True)
-    with _fields_named_as_asked():
+    with FIELD_NAMES.errors_as_asked():
         if body.stream:
             return await stream(
                 http_request,
@@ -76,7 +72,7 @@ async def count_tokens(http_request: web.Request) -> web.Response:
     data = await read_body(http_request, timeout_s=serving.body_timeout_s)
     body = serving.bodies.decode(data, CountTokensBody)
     call = await _call(serving, body, len(data), "count", serving.clock())
-    with _fields_named_as_asked():
+    with FIELD_NAMES.errors_as_asked():
         num_tokens = await asyncio.to_thread(_num_tokens, serving, call)
     return web.Response(body=orjson.dumps({"input_tokens": num_tokens}), content_type="application/json")
 
@@ -93,7 +89,7 @@ async def _call(
     serving.model_name(body.model)
     is_large = num_bytes > LARGE_BODY_BYTES
     asked = await asyncio.to_thread(chat_body, body) if is_large else chat_body(body)
-    with _fields_named_as_asked():
+    with FIELD_NAMES.errors_as_asked():
         return await chat_call(
             serving, asked, num_bytes=num_bytes, response_id=message_id, arrival_s=arrival_s
         )
@@ -103,21 +99,9 @@ def _eager_tools(body: MessagesBody, call: ChatCall) -> frozenset[str]:
     """Return the tools whose input is streamed as it comes."""
     names = {tool.name for tool in body.tools or () if tool.eager_input_streaming or tool.strict}
     if call.tool_choice.mode in ("required", "named"):
-        names |= {
-            tool["name"] for tool in call.tool_choice.tools
-        }  # as with strict ones, a grammar sees to it
+        # As with strict ones, a grammar sees to it.
+        names |= {tool["name"] for tool in call.tool_choice.tools}
     return frozenset(names)
-
-
-def _reasoning_count(serving: Serving, call: ChatCall) -> ReasoningCount | None:
-    if call.reasoning_ids is None:
-        return None
-    texts = serving.token_texts
-    return ReasoningCount(
-        call.reasoning_ids,
-        is_open=call.starts_in_reasoning,
-        is_space=lambda token_id: texts[token_id][0].isspace(),
-    )
 
 
 def _num_tokens(serving: Serving, call: ChatCall) -> int:
@@ -126,13 +110,3 @@ def _num_tokens(serving: Serving, call: ChatCall) -> int:
     assert isinstance(prompt, ChatPrompt)
     text = tokenizer.render_chat(prompt) if prompt.rendered is None else prompt.rendered
     return len(tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens))
-
-
-@contextmanager
-def _fields_named_as_asked() -> Iterator[None]:
-    """Name fields as the client did in an error that is raised inside."""
-    try:
-        yield
-    except RequestError as error:
-        name_as_asked(error)
-        raise

@@ -15,6 +15,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _CLOSER = {"{": "}", "[": "]"}
+MAX_DEPTH = 500
+"""Nesting that `partial_object` follows: about half of what Python reads and writes in the worst case."""
 
 
 def is_object(text: str) -> bool:
@@ -33,19 +35,24 @@ def _refuse(constant: str) -> None:
 
 
 def partial_object(text: str) -> dict[str, Any] | None:
-    """Return the members of a JSON object that are complete in `text`; None if it does not begin one.
+    """Return the members of a JSON object that are complete in `text`.
+
+    None if it does not begin one, or one that is nested more deeply than `MAX_DEPTH`. The work is linear in
+    the length of the text.
 
     Args:
         text: A JSON object or the beginning of one.
     """
-    closers: list[str] = []
-    complete, open_at_complete = 0, ""
+    closers: list[str] = []  # as of `complete`: what follows it opens and closes nothing
+    complete = 0
     at = 0
     is_value = True
     while (found := _TOKEN.match(text, at)) is not None:
         at = found.end()
         mark = found["mark"]
         if mark in _CLOSER:
+            if len(closers) == MAX_DEPTH:
+                return None
             closers.append(_CLOSER[mark])
             is_value = mark == "["
         elif mark in ("}", "]"):
@@ -59,11 +66,11 @@ def partial_object(text: str) -> dict[str, Any] | None:
             continue
         elif not is_value:
             continue  # a key
-        complete, open_at_complete = at, "".join(reversed(closers))
+        complete = at
         if not closers:
             break
     try:
-        value = json.loads(text[:complete] + open_at_complete)
+        value = json.loads(text[:complete] + "".join(reversed(closers)))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -5,11 +5,11 @@ text of their turn; a last message of the assistant is continued. What only Anth
 can do is refused with the name of the field. Pure: knows neither the engine nor what answers look like.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from asyncserve.errors import InvalidRequest, RequestError
+from asyncserve.errors import InvalidRequest
+from asyncserve.http.field_names import FieldNames
 from asyncserve.http.message_schema import (
     ChosenTool,
     FunctionCall,
@@ -41,14 +41,16 @@ BILLING_MARK = "x-anthropic-billing-header"
 """How Claude Code begins a system block that is meant for a bill. It differs in every request: as a part of
 the prompt it would keep any two requests from sharing a prefix."""
 
-RENAMED = {
-    "max_completion_tokens": "max_tokens",
-    "stop": "stop_sequences",
-    "response_format": "output_config",
-    "reasoning_effort": "output_config",
-    "chat_template_kwargs": "thinking",
-}
-"""Field of `ChatBody` to the field that it came from."""
+FIELD_NAMES = FieldNames(
+    {
+        "messages": "messages",
+        "max_completion_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "response_format": "output_config",
+        "reasoning_effort": "output_config",
+        "chat_template_kwargs": "thinking",
+    }
+)
 
 
 def chat_body(body: ConversationBody) -> ChatBody:
@@ -87,17 +89,6 @@ def chat_body(body: ConversationBody) -> ChatBody:
 def reasons(body: ConversationBody) -> bool:
     """Return whether the client wants the model to reason."""
     return body.thinking is not None and body.thinking.type != "disabled"
-
-
-def name_as_asked(error: RequestError) -> None:
-    """Name the field at fault, which `ChatBody` calls otherwise, as the client did."""
-    if error.param is None:
-        return
-    asked = RENAMED.get(error.param, error.param.replace("].function.", "]."))
-    if asked != error.param:
-        error.message = re.sub(rf"(?<!\w){re.escape(error.param)}(?!\w)", asked, error.message, count=1)
-        error.args = (error.message,)
-        error.param = asked
 
 
 def _refuse_foreign(body: ConversationBody) -> None:

@@ -39,7 +39,6 @@ async def docs_page(request: web.Request) -> web.Response:
         "ETag": tag,
         "Cache-Control": "no-cache",
         "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
     }
     if tag in request.headers.get("If-None-Match", ""):

@@ -18,6 +18,7 @@ from asyncserve.http.parsers.tool_format import CallShapes, ToolFormat, quoted
 TOOL_CALLS = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
+CALL_ID_LEN = 9
 MAX_NAME_LEN = 256
 
 _BEGINS = MarkerSet([TOOL_CALLS])
@@ -156,10 +157,12 @@ MISTRAL = ToolFormat(
         closing="]",
         trigger=TOOL_CALLS,
     ),
+    call_id_len=CALL_ID_LEN,
 )
 
 MISTRAL_ARGS = ToolFormat(
     parser=MistralParser,
     markers=(TOOL_CALLS, ARGS, CALL_ID),
     shapes=CallShapes(begin=lambda name: f"{TOOL_CALLS}{name}{ARGS}", end="", trigger=TOOL_CALLS),
+    call_id_len=CALL_ID_LEN,
 )

@@ -141,6 +141,11 @@ class MessageFormat:
         return self._special is None or self._special.find(after, 0, is_all=True)[0] == len(after)
 
     @property
+    def call_id_len(self) -> int | None:
+        """How long the chat template wants the ids of earlier calls to be; None if it takes any."""
+        return self._tool_format.call_id_len
+
+    @property
     def _tool_format(self) -> ToolFormat:
         return TOOL_PARSERS[self.tool_parser or DEFAULT_TOOL_PARSER]
 

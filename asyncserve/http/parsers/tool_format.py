@@ -105,11 +105,14 @@ class ToolFormat:
         parser: Makes the parser of one choice.
         markers: Texts without which no call is seen; the output must show them if they are special tokens.
         shapes: What a grammar holds calls to.
+        call_id_len: Chat templates of the family take only ids of so many letters and digits; None if any
+            id will do.
     """
 
     parser: Callable[[ToolChoice], CallTextParser]
     markers: tuple[str, ...]
     shapes: CallShapes
+    call_id_len: int | None = None
 
 
 def arguments_schema(tool: Tool) -> Any:

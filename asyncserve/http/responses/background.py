@@ -26,6 +26,7 @@ class BackgroundResponse:
     Args:
         owner: The digest of its maker's key.
         items: What it is made from, as JSON.
+        num_prompt_bytes: What the engine holds of it until it is admitted.
         writer: Of the response, not yet begun.
         store: Where it is kept.
         keeps_events: Whether clients may read its events.
@@ -41,6 +42,7 @@ class BackgroundResponse:
         *,
         owner: bytes,
         items: bytes,
+        num_prompt_bytes: int,
         writer: ResponseWriter,
         store: ResponseStore,
         keeps_events: bool,
@@ -51,15 +53,19 @@ class BackgroundResponse:
         self.owner = owner
         self.events: list[bytes] | None = [] if keeps_events else None
         self.items = items
+        self.num_bytes = 0
         self.is_done = False
         self._writer = writer
         self._store = store
         self._abort = abort
         self._shown_error = shown_error
+        self._num_prompt_bytes = num_prompt_bytes
         self._num_event_bytes = 0
         self._readers: list[asyncio.Future[None]] = []
-        self._add(writer.begin(is_queued=True))
         store.add_running(self)
+        events = writer.begin(is_queued=True)
+        self._num_fixed_bytes = len(items) + len(self.body())
+        self._add(events)
 
     def body(self) -> bytes:
         """Return the response object as it is now."""
@@ -67,6 +73,7 @@ class BackgroundResponse:
 
     def begin(self, prompt_token_ids: "array[int]") -> None:
         """Take note that the request has been admitted."""
+        self._num_prompt_bytes = 0
         self._add(self._writer.progress())
 
     def put(self, output: RequestOutput) -> None:
@@ -111,15 +118,19 @@ class BackgroundResponse:
                 self._readers.remove(news)
 
     def _add(self, events: list[bytes]) -> None:
-        if self.events is None or not events:
-            return
-        self.events += events
-        self._num_event_bytes += sum(map(len, events))
-        if self._num_event_bytes > self._store.max_bytes:
-            # They could not be stored anyway, and nobody bounds how long an answer gets.
+        num_bytes = self._num_fixed_bytes + self._num_prompt_bytes + self._writer.num_bytes
+        if self.events is not None:
+            self.events += events
+            self._num_event_bytes += sum(map(len, events))
+            if self._store.resize_running(self, num_bytes + self._num_event_bytes):
+                if events:
+                    self._wake()
+                return
+            # Nobody else bounds how long answers get.
             logger.warning("the events of response %s are too large to be kept", self.response_id)
             self.events = None
-        self._wake()
+            self._wake()
+        self._store.resize_running(self, num_bytes, is_needed=True)
 
     def _end(self, *, can_continue: bool) -> None:
         self.is_done = True

@@ -8,6 +8,7 @@ them; where the text is cut makes no difference. Knows neither the engine nor th
 
 import codecs
 import re
+import sys
 import time
 import uuid
 from collections import deque
@@ -27,7 +28,13 @@ from asyncserve.http.sse import named_event
 from asyncserve.request import FinishReason, RequestOutput, TokenLogprobs, Usage
 
 MESSAGE, REASONING, FUNCTION_CALL = "message", "reasoning", "function_call"
-ID_PREFIXES: Mapping[str, str] = {MESSAGE: "msg", REASONING: "rs", FUNCTION_CALL: "fc"}
+FUNCTION_CALL_OUTPUT = "function_call_output"
+ID_PREFIXES: Mapping[str, str] = {
+    MESSAGE: "msg",
+    REASONING: "rs",
+    FUNCTION_CALL: "fc",
+    FUNCTION_CALL_OUTPUT: "fco",
+}
 """Type of an item to what its id begins with."""
 
 _PIECES = re.compile(r"[<>\[\]{}|]|[^<>\[\]{}|]+")
@@ -122,6 +129,8 @@ class ResponseWriter:
     ) -> None:
         self.status = "queued"
         self.has_begun = False
+        self.num_bytes = 0
+        """What was written takes so much memory, without small change."""
         self._facts = facts
         self._parser = parser
         self._texts = texts
@@ -285,6 +294,7 @@ class ResponseWriter:
     def _write(self, text: str) -> None:
         assert self._open is not None
         if text:
+            self.num_bytes += sys.getsizeof(text)
             self._open.texts.append(text)
             self._open.unshown.append(text)
 
@@ -386,7 +396,9 @@ class ResponseWriter:
     def _give_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         if self._gives_logprobs and entries and self._open is not None:
             # Bytes, because they are written several times: with the delta, and with all that ends.
-            shown = [orjson.Fragment(orjson.dumps(entry)) for entry in chat_content(entries, self._texts)]
+            written = [orjson.dumps(entry) for entry in chat_content(entries, self._texts)]
+            self.num_bytes += sum(map(sys.getsizeof, written))
+            shown = list(map(orjson.Fragment, written))
             self._open.logprobs += shown
             self._open.unshown_logprobs += shown
 

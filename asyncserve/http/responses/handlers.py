@@ -10,24 +10,23 @@ runs in the background.
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from asyncserve.errors import InvalidRequest
 from asyncserve.http.auth import owner_of
 from asyncserve.http.body import read_body
 from asyncserve.http.conversation import LARGE_BODY_BYTES, ChatCall, chat_call
 from asyncserve.http.generation import collect, event_stream, stream
-from asyncserve.http.reasoning_tokens import ReasoningCount
 from asyncserve.http.responses.background import BackgroundResponse
 from asyncserve.http.responses.events import ResponseEvents, ResponseWriter, new_id
 from asyncserve.http.responses.input import (
+    FIELD_NAMES,
     ResponseInput,
-    as_asked,
     check_body,
-    errors_as_asked,
     gives_logprobs,
     response_input,
 )
@@ -40,6 +39,11 @@ MAX_CONVERSATION_BYTES = 16 * 1024 * 1024
 """Most bytes of a conversation that responses carry on; twice a body's limit, if that is more."""
 LONG_TEXT_LEN = 4096
 """Answers with more characters are parsed in a thread when they come in one piece."""
+PROMPT_COPIES = 2
+"""How often the engine holds what a body says until it is admitted: its messages, and the rendered prompt."""
+MAX_EVENTS_AT_ONCE = 256
+"""Kept events are written in such pieces, so that a client that reads slowly is not taken for one that
+stalls, and does not have all of them piled up for it."""
 Made = TypeVar("Made")
 
 MAX_PAGE = 100
@@ -48,17 +52,31 @@ DEFAULT_PAGE = 20
 
 async def create_response(http_request: web.Request) -> web.StreamResponse:
     """Answer POST /v1/responses."""
+    answer = await _answer(http_request)
+    if isinstance(answer, web.StreamResponse):
+        return answer
+    # Not within `_answer`, where all that was asked is at hand: it would be held as long as the client stays.
+    return await _follow(http_request, answer.running, answer.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A response that runs in the background, and whose client wants to see its events."""
+
+    running: BackgroundResponse
+    request_id: str
+
+
+async def _answer(http_request: web.Request) -> web.StreamResponse | _Begun:
     serving = http_request.app[SERVING]
     arrival_s = serving.clock()
     data = await read_body(http_request, timeout_s=serving.body_timeout_s)
     owner = owner_of(http_request)
     response_id = new_id("resp")
-    with serving.refusals_counted(), errors_as_asked():
+    with serving.refusals_counted(), FIELD_NAMES.errors_as_asked():
         body = serving.bodies.decode(data, ResponsesBody)
         check_body(body)
         previous = _previous(serving, body, owner)
-        if body.background:
-            serving.responses.check_room()
         num_bytes = len(data) + (0 if previous is None else len(previous.items) + len(previous.body))
         asked, facts = await _in_thread_if(
             num_bytes > LARGE_BODY_BYTES,
@@ -67,18 +85,24 @@ async def create_response(http_request: web.Request) -> web.StreamResponse:
         call = await chat_call(
             serving, asked.chat, num_bytes=num_bytes, response_id=response_id, arrival_s=arrival_s
         )
+        if body.background:
+            # Last: nothing is awaited between this and its taking the place.
+            serving.responses.check_room(len(asked.items) + PROMPT_COPIES * num_bytes)
     response = _Response(
         serving, body, call, items=asked.items, facts=facts, response_id=response_id, owner=owner
     )
     request_id = request_id_of(http_request, body.request_id)
     if body.background:
-        return await _run_in_background(http_request, response, request_id)
+        running = _run_in_background(response, num_prompt_bytes=PROMPT_COPIES * num_bytes)
+        return _Begun(running, request_id) if body.stream else _json(running.body(), request_id)
     if body.stream:
         writer = response.writer()
-        events = ResponseEvents(writer, on_complete=lambda: response.store(writer), shown_error=as_asked)
-        with errors_as_asked():
+        events = ResponseEvents(
+            writer, on_complete=lambda: response.store(writer), shown_error=FIELD_NAMES.as_asked
+        )
+        with FIELD_NAMES.errors_as_asked():
             return await stream(http_request, serving, [call.request], events, request_id=request_id)
-    with errors_as_asked():
+    with FIELD_NAMES.errors_as_asked():
         [collected] = await collect(serving, [call.request])
     [output] = collected.outputs
     text = await response.whole(output, collected.usage)
@@ -201,18 +225,11 @@ class _Response:
     def writer(self, *, writes_events: bool = True) -> ResponseWriter:
         """Return what writes it down."""
         texts = self.serving.token_texts
-        count = None
-        if self.call.reasoning_ids is not None:
-            count = ReasoningCount(
-                self.call.reasoning_ids,
-                is_open=self.call.starts_in_reasoning,
-                is_space=lambda token_id: texts[token_id][0].isspace(),
-            )
         return ResponseWriter(
             self._facts,
             parser=self.call.parser(),
             texts=texts,
-            reasoning_count=count,
+            reasoning_count=self.call.reasoning_count(texts),
             gives_logprobs=gives_logprobs(self.body),
             skips_special=self.call.sampling.skip_special_tokens,
             writes_events=writes_events,
@@ -246,28 +263,25 @@ class _Response:
             )
 
 
-async def _run_in_background(
-    http_request: web.Request, response: _Response, request_id: str
-) -> web.StreamResponse:
+def _run_in_background(response: _Response, *, num_prompt_bytes: int) -> BackgroundResponse:
     engine, engine_id = response.serving.engine, response.call.request.request_id
     running = BackgroundResponse(
         response.response_id,
         owner=response.owner,
         items=response.items,
+        num_prompt_bytes=num_prompt_bytes,
         writer=response.writer(writes_events=bool(response.body.stream)),
         store=response.serving.responses,
         keeps_events=bool(response.body.stream),
         abort=lambda: engine.abort(engine_id),
-        shown_error=as_asked,
+        shown_error=FIELD_NAMES.as_asked,
     )
     try:
         engine.submit(response.call.request, running)
     except BaseException:
         running.discard()
         raise
-    if response.body.stream:
-        return await _follow(http_request, running, request_id)
-    return _json(running.body(), request_id)
+    return running
 
 
 async def _follow(
@@ -285,8 +299,10 @@ async def _follow(
     stall_timeout_s = http_request.app[SERVING].stall_timeout_s
     response = event_stream(http_request, request_id)
     await response.prepare(http_request)
+    if http_request.method == hdrs.METH_HEAD:
+        return response
     while found.events is not None:
-        events = found.events[first:]
+        events = found.events[first : first + MAX_EVENTS_AT_ONCE]
         if events:
             first += len(events)
             try:
@@ -363,7 +379,7 @@ def _facts(body: ResponsesBody) -> dict[str, Any]:
     reasoning = body.reasoning
     return {
         "background": bool(body.background),
-        "instructions": body.instructions,
+        "instructions": _as_json("instructions", body.instructions),
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
@@ -392,7 +408,7 @@ def _as_json(name: str, value: object) -> orjson.Fragment:
     except orjson.JSONEncodeError as error:
         # JSON from outside may be nested more deeply, or hold greater integers, than JSON from here.
         raise InvalidRequest(
-            f"{name} holds a JSON schema that cannot be used: {error}", param=name
+            f"{name} holds what cannot be written as JSON again: {error}", param=name
         ) from error
 
 

@@ -2,19 +2,17 @@
 
 Items get ids and the one form in which they are stored, listed and read again when a later response goes on.
 Each turn of the assistant (reasoning, messages, calls) becomes one message. What OpenAI hosts and this server
-does not have (tools, files, images, conversations, prompt templates) is refused by name. Also the way back:
-errors about a `ChatBody` in terms of the body it came from. Pure.
+does not have (tools, files, images, conversations, prompt templates) is refused by name. Pure.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from asyncserve.errors import InvalidRequest, RequestError
+from asyncserve.errors import InvalidRequest
+from asyncserve.http.field_names import FieldNames
 from asyncserve.http.message_schema import (
     AllowedTool,
     AllowedTools,
@@ -28,6 +26,7 @@ from asyncserve.http.message_schema import (
 )
 from asyncserve.http.responses.events import (
     FUNCTION_CALL,
+    FUNCTION_CALL_OUTPUT,
     ID_PREFIXES,
     MESSAGE,
     REASONING,
@@ -50,7 +49,6 @@ from asyncserve.http.responses.store import StoredResponse
 from asyncserve.http.schema import ChatBody
 from asyncserve.http.structure import JsonSchemaFormat, ResponseFormat
 
-FUNCTION_CALL_OUTPUT = "function_call_output"
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = frozenset(
     {
@@ -92,17 +90,16 @@ SHARED_FIELDS = (
     "request_id",
 )
 """Fields that mean the same in a `ChatBody`."""
-ASKED_AS: Mapping[str, str] = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "truncate_prompt_tokens": "truncation",
-}
-"""Field of a `ChatBody` → what the client calls it."""
-_CHAT_NAMES = re.compile(r"\b(" + "|".join(ASKED_AS) + r")\b")
-_CHAT_TOOL = re.compile(r"(\btools\[\d+\])\.function\b")
+FIELD_NAMES = FieldNames(
+    {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "truncate_prompt_tokens": "truncation",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +194,7 @@ def response_input(body: ResponsesBody, previous: StoredResponse | None, *, max_
             f"the conversation has more than {MAX_ITEMS} items; no more are taken", param="input"
         )
     _check_links(items, num_earlier)
+    _tell_apart(items)
     messages = _messages(items)
     if body.instructions is not None:
         messages.insert(0, Message(role="system", content=body.instructions))
@@ -219,31 +217,6 @@ def _items_of(response: StoredResponse) -> list[dict[str, Any]]:
     return items
 
 
-@contextmanager
-def errors_as_asked() -> Iterator[None]:
-    """Put errors about a `ChatBody` that are raised inside in terms of a `ResponsesBody`."""
-    try:
-        yield
-    except RequestError as error:
-        as_asked(error)
-        raise
-
-
-def as_asked(error: BaseException) -> BaseException:
-    """Return the error, its fields named as the client named them."""
-    if isinstance(error, RequestError) and error.param is not None:
-        name = error.param.partition("[")[0].partition(".")[0]
-        if name in ASKED_AS:
-            error.message = _CHAT_NAMES.sub(lambda found: ASKED_AS[found[0]], error.message)
-            # Messages and items do not count alike.
-            error.param = ASKED_AS[name]
-        elif name == "tools":
-            error.message = _CHAT_TOOL.sub(r"\1", error.message)
-            error.param = _CHAT_TOOL.sub(r"\1", error.param)
-        error.args = (error.message,)
-    return error
-
-
 # ---- items ---------------------------------------------------------------------------------------------
 
 
@@ -264,7 +237,7 @@ def _kept_item(item: InputItem, where: str) -> dict[str, Any]:
         case "function_call_output":
             _need(item, where, "call_id", "output")
             return {
-                "id": _id_of(item, "fco", where),
+                "id": _id_of(item, ID_PREFIXES[FUNCTION_CALL_OUTPUT], where),
                 "type": FUNCTION_CALL_OUTPUT,
                 "status": "completed",
                 "call_id": item.call_id,
@@ -371,6 +344,15 @@ def _check_links(items: Sequence[Mapping[str, Any]], num_earlier: int) -> None:
                 " call before it",
                 param=f"{where}.call_id",
             )
+
+
+def _tell_apart(items: Sequence[dict[str, Any]]) -> None:
+    """Give an item with an id that an earlier one has another id: lists are paged by it."""
+    seen: set[str] = set()
+    for item in items:
+        if item["id"] in seen:
+            item["id"] = new_id(ID_PREFIXES[item["type"]])
+        seen.add(item["id"])
 
 
 # ---- items → messages ----------------------------------------------------------------------------------

@@ -234,7 +234,10 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     min_p: Annotated[
         float | None, Meta(description="Drop tokens less likely than so many times the likeliest")
     ] = None
-    seed: Annotated[int | None, Meta(description="Makes sampling repeatable")] = None
+    seed: Annotated[
+        int | None,
+        Meta(description="The same seed draws the same random numbers, as in /v1/chat/completions"),
+    ] = None
     stop: Annotated[str | list[str] | None, Meta(description="Texts that end the answer")] = None
     stop_token_ids: Annotated[
         Annotated[list[int], Meta(max_length=MAX_TOKEN_IDS)] | None,

@@ -37,7 +37,7 @@ def test_a_step_over_a_long_context_keeps_nothing_as_large_as_its_scores() -> No
     backend = CPUAttention()
     simulation = Simulation(backend, torch.device("cpu"), Shape(block_len=64, num_layers=1))
     sequence = simulation.add_sequence()
-    batch = simulation._batch([(sequence, 300)], [200])
+    batch = simulation.batch([(sequence, 300)], [200])
     planned = backend.plan(batch, simulation.kv_cache)
     layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
     q, k = torch.randn(300, 4, 16), torch.randn(300, 2, 16)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -5,6 +7,7 @@ from asyncserve.gpu.attention.interface import AttentionLayer, StepAttention
 from asyncserve.kv_spec import FullAttention
 from tests.contracts.attention_contract import AttentionContract, Shape, Simulation
 from tests.gpu.kernels.machine import DEVICE, MARKS, ON_GPU
+from tests.gpu.synchronization import waits_are_errors
 
 pytest.importorskip("triton")
 from asyncserve.gpu.attention.triton import TritonAttention
@@ -29,6 +32,12 @@ class TestTritonInPieces(AttentionContract):
     backend_class = TritonInPieces
     device = DEVICE
 
+    def simulate(self, shape: Shape) -> Simulation:
+        # It keeps nothing for a step's later layers, so that in the interpreter one is enough for each group.
+        if not ON_GPU and shape.num_groups == 1:
+            shape = dataclasses.replace(shape, num_layers=1)
+        return super().simulate(shape)
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
@@ -40,8 +49,8 @@ class TestTriton(AttentionContract):
 def test_long_prompts_in_chunks_beside_decoding_rows() -> None:
     simulation = Simulation(TritonInPieces(), DEVICE, Shape(num_layers=1, head_dim=32))
     first, second, third = (simulation.add_sequence() for _ in range(3))
-    simulation.step([(first, 90)])
-    simulation.step([(first, 1), (second, 40), (third, 2)])
+    simulation.step([(first, 50)])
+    simulation.step([(first, 1), (second, 20), (third, 2)])
     simulation.step([(first, 1), (second, 33), (third, 1)])
     simulation.step([(third, 1), (first, 1), (second, 17)])
 
@@ -74,7 +83,7 @@ def test_the_steps_own_k_and_v_are_read_from_the_cache() -> None:
     backend = TritonAttention()
     simulation = Simulation(backend, DEVICE, Shape(num_layers=1))
     sequences = [simulation.add_sequence() for _ in range(2)]
-    batch = simulation._batch([(sequences[0], 1), (sequences[1], 6)], [0, 0])
+    batch = simulation.batch([(sequences[0], 1), (sequences[1], 6)], [0, 0])
     layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
     q, k, v = (torch.randn(7, heads, 16, device=DEVICE) for heads in (4, 2, 2))
     planned = backend.plan(batch, simulation.kv_cache)
@@ -89,7 +98,7 @@ def test_the_host_waits_for_nothing() -> None:
     backend = TritonAttention()
     simulation = Simulation(backend, DEVICE, Shape(num_layers=1))
     sequences = [simulation.add_sequence() for _ in range(3)]
-    batch = simulation._batch([(sequences[0], 1), (sequences[1], 6), (sequences[2], 40)], [0, 0, 0])
+    batch = simulation.batch([(sequences[0], 1), (sequences[1], 6), (sequences[2], 40)], [0, 0, 0])
     layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
     q, k, v = (torch.randn(47, heads, 16, device=DEVICE) for heads in (4, 2, 2))
 
@@ -97,8 +106,5 @@ def test_the_host_waits_for_nothing() -> None:
         backend.run(layer, q, k, v, batch, simulation.kv_cache, backend.plan(batch, simulation.kv_cache))
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -1,7 +1,5 @@
 """The attention layer with the kernel against the layer without: results, and what the cache holds."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -19,7 +17,6 @@ pytest.importorskip("triton")
 
 pytestmark = MARKS
 HIDDEN_SIZE, BLOCK_LEN = 24, 4
-LayerMaker = Callable[[bool], Attention]
 
 
 def layer(

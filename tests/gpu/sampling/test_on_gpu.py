@@ -14,6 +14,7 @@ from asyncserve.request import SamplingParams
 from asyncserve.step import BAD_LOGITS
 from tests.gpu.sampling.rows import CPU, assert_drawn_from, assignment
 from tests.gpu.sampling.test_sampler import KINDS, VOCAB, some_logits
+from tests.gpu.synchronization import waits_are_errors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,12 +122,9 @@ def test_the_host_waits_for_nothing_while_it_launches_a_step() -> None:
         sampler.admit(given)
     slots = list(range(len(KINDS) + len(RESTRICTED)))
     logits = some_logits(len(slots)).cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        steps = []
+    steps = []
+    with waits_are_errors():
         for position in range(3, 6):
             steps.append(sampler.sample(logits.clone(), slots, [position] * len(slots), history).token_ids)
             sampler.record(slots, steps[-1])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all((token_ids >= 0).all() for token_ids in steps)

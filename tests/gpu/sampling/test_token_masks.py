@@ -9,8 +9,8 @@ import torch
 
 from asyncserve.gpu.device import CpuEvent
 from asyncserve.gpu.sampling.sampler import Sampler
-from asyncserve.gpu.sampling.token_masks import SLOW_S, USUAL_S, TokenMasks
-from asyncserve.grammar import Grammar
+from asyncserve.gpu.sampling.token_masks import SLOW_STEP_S, TokenMasks
+from asyncserve.grammar import SLOW_S, USUAL_S, Grammar
 from asyncserve.request import SamplingParams
 from asyncserve.step import NO_TOKEN, SlotAssignment
 from tests.fakes.grammar import FakeGrammar, FakeMatcher
@@ -309,10 +309,11 @@ def test_a_matcher_that_cannot_even_begin_ends_its_row_alone() -> None:
 class SlowGrammar(FakeGrammar):
     """Each of its masks takes some processor time."""
 
-    def __init__(self, text: str, takes_s: float) -> None:
+    def __init__(self, text: str, takes_s: float, clock: "Clock") -> None:
         super().__init__([text], FakeTokenizer(), VOCAB)
         self.takes_s = takes_s
-        self.now_s = 0.0
+        self.clock = clock
+        self.num_masks = 0
 
     def matcher(self) -> FakeMatcher:
         slow = self
@@ -320,24 +321,71 @@ class SlowGrammar(FakeGrammar):
         class SlowMatcher(FakeMatcher):
             def fill_mask(self, words: memoryview) -> None:
                 super().fill_mask(words)
-                slow.now_s += slow.takes_s
+                slow.num_masks += 1
+                slow.clock.now_s += slow.takes_s
 
         return SlowMatcher(self)
 
 
-def test_a_matcher_whose_calls_take_far_too_long_in_all_ends_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = SlowGrammar("abc", 0.6 * SLOW_S)
-    monkeypatch.setattr("time.thread_time", lambda: slow.now_s)
-    rows = Rows(assignment(0, slow), assignment(1, grammar("xyz")))
-    assert rows.step(0, 1) == [ord("a"), ord("x")]
-    assert rows.step(0, 1) == [NO_TOKEN, ord("y")]
+class Clock:
+    """Instead of the processor's."""
+
+    now_s = 0.0
 
 
-def test_calls_that_take_a_usual_time_add_up_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("time.thread_time", lambda: clock.now_s)
+    return clock
+
+
+def test_a_grammar_whose_calls_take_far_too_long_in_all_ends_all_its_rows(clock: Clock) -> None:
+    slow = SlowGrammar("a" * 50, USUAL_S + 0.4 * SLOW_STEP_S, clock)
+    rows = Rows(*(assignment(slot, slow) for slot in range(2)), assignment(2, grammar("xyz")))
+    assert rows.step(0, 1, 2) == [ord("a"), ord("a"), ord("x")]
+    while rows.step(0) == [ord("a")]:
+        assert not slow.time_budget.is_spent
+    assert slow.time_budget.is_spent
+    before_s = clock.now_s
+    assert rows.step(0, 1, 2) == [NO_TOKEN, NO_TOKEN, ord("y")]
+    assert clock.now_s == before_s, "it was asked again"
+
+
+def test_many_rows_of_a_grammar_have_together_the_time_of_one(clock: Clock) -> None:
+    """Rows of one request and of the next: each for itself would have it all."""
+    slow = SlowGrammar("a" * 100, USUAL_S + 0.2 * SLOW_STEP_S, clock)
+    for _ in range(20):
+        rows = Rows(*(assignment(slot, slow) for slot in range(3)))
+        while NO_TOKEN not in rows.step(0, 1, 2):
+            pass
+    late_s = slow.num_masks * (slow.takes_s - USUAL_S)
+    assert SLOW_S < late_s < 1.5 * SLOW_S
+
+
+def test_calls_that_take_a_usual_time_add_up_to_nothing(clock: Clock) -> None:
     text = "a" * (int(SLOW_S / USUAL_S) + 10)
-    slow = SlowGrammar(text, 0.99 * USUAL_S)
-    monkeypatch.setattr("time.thread_time", lambda: slow.now_s)
+    slow = SlowGrammar(text, 0.99 * USUAL_S, clock)
     assert Rows(assignment(0, slow)).write(0, len(text) + 1) == [*text.encode(), EOS_ID]
+
+
+def test_slow_calls_among_quick_ones_are_made_up_for(clock: Clock) -> None:
+    text = "a" * 400
+    slow = SlowGrammar(text, 0.0, clock)
+    rows = Rows(assignment(0, slow))
+    for step in range(len(text)):
+        slow.takes_s = 10 * USUAL_S if step % 10 == 0 else 0.1 * USUAL_S
+        assert rows.step(0) == [ord("a")]
+
+
+def test_the_costliest_rows_of_a_step_end_when_its_masks_take_too_long_together(clock: Clock) -> None:
+    shares = [0.3, 0.45, 0.2, 0.4]
+    slow = [SlowGrammar("ab", USUAL_S + share * SLOW_STEP_S, clock) for share in shares]
+    rows = Rows(*(assignment(slot, each) for slot, each in enumerate(slow)))
+    assert rows.step(0, 1, 2, 3) == [ord("a"), NO_TOKEN, ord("a"), ord("a")]
+    for each in slow:
+        each.takes_s = 0.0
+    assert rows.step(0, 1, 2, 3) == [ord("b"), NO_TOKEN, ord("b"), ord("b")]
 
 
 def test_nothing_is_kept_of_a_grammar_whose_slot_was_released() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncserve.http.messages.partial_json import is_object, partial_object
+from asyncserve.http.messages.partial_json import MAX_DEPTH, is_object, partial_object
 
 VALUES = st.recursive(
     st.none()
@@ -38,6 +38,21 @@ def test_the_beginning_of_an_object_means_what_streaming_clients_read_in_it(
 @pytest.mark.parametrize("text", ["", "[1", '"a', "1", "x", "}", '{"a": 1]'])
 def test_what_begins_no_object_is_none(text: str) -> None:
     assert partial_object(text) is None
+
+
+@pytest.mark.parametrize(("opening", "num_opened"), [("[", 1), ('{"a":', 1), ('[{"a": 1, "b":', 2)])
+def test_nesting_is_followed_so_far_and_looked_at_no_further(opening: str, num_opened: int) -> None:
+    assert partial_object('{"a":' + opening * ((MAX_DEPTH - 1) // num_opened)) is not None
+    assert partial_object('{"a":' + opening * MAX_DEPTH) is None
+    # Would take minutes if each bracket were worth a look at all that are open.
+    assert partial_object('{"a":' + opening * 200_000) is None
+
+
+def test_many_values_side_by_side_are_looked_at_once() -> None:
+    text = '{"a":' + "[" * (MAX_DEPTH - 2) + "[1]," * 50_000
+    found = partial_object(text)
+    assert found is not None
+    assert json.dumps(found).count("1") == 50_000
 
 
 def test_what_follows_a_fault_does_not_count() -> None:

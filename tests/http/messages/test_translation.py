@@ -9,7 +9,7 @@ import pytest
 from asyncserve.errors import InvalidRequest
 from asyncserve.http.message_schema import Message
 from asyncserve.http.messages.schema import CountTokensBody, MessagesBody
-from asyncserve.http.messages.translation import chat_body, name_as_asked
+from asyncserve.http.messages.translation import chat_body
 from asyncserve.http.schema import ChatBody
 
 TOOL = {
@@ -271,26 +271,3 @@ def test_counting_takes_the_same_conversation() -> None:
     asked = chat_body(msgspec.json.decode(json.dumps(body).encode(), type=CountTokensBody))
     assert [message.role for message in asked.messages or ()] == ["system", "user"]
     assert asked.tools
-
-
-@pytest.mark.parametrize(
-    ("message", "param", "as_asked", "param_asked"),
-    [
-        ("max_completion_tokens is 0", "max_completion_tokens", "max_tokens is 0", "max_tokens"),
-        ("stop has 70 stop strings", "stop", "stop_sequences has 70 stop strings", "stop_sequences"),
-        (
-            "tools[0].function.name is 'a b'",
-            "tools[0].function.name",
-            "tools[0].name is 'a b'",
-            "tools[0].name",
-        ),
-        ("top_p is 7", "top_p", "top_p is 7", "top_p"),
-        ("no", None, "no", None),
-    ],
-)
-def test_errors_name_fields_as_the_client_does(
-    message: str, param: str | None, as_asked: str, param_asked: str | None
-) -> None:
-    error = InvalidRequest(message, param=param)
-    name_as_asked(error)
-    assert (str(error), error.message, error.param) == (as_asked, as_asked, param_asked)

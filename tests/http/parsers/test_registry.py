@@ -1,9 +1,20 @@
+import re
+from collections.abc import Mapping
+
 import pytest
 
+from asyncserve.cli import option_help
 from asyncserve.errors import ConfigError
 from asyncserve.http.parsers.detection import REASONING_RULES, TOOL_RULES
 from asyncserve.http.parsers.interface import ToolChoice
-from asyncserve.http.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, MessageFormat, message_format
+from asyncserve.http.parsers.registry import (
+    AUTO,
+    NONE,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    MessageFormat,
+    message_format,
+)
 from tests.http.parsers.reading import choice, message, read, written_as
 
 NO_TOOLS = ToolChoice()
@@ -165,3 +176,11 @@ def test_without_special_tokens_the_end_of_a_prompt_tells_too() -> None:
     written = written_as("none", "think")
     assert written.template_starts_reasoning("<think>\n")
     assert not written.template_starts_reasoning("<think>a</think>")
+
+
+@pytest.mark.parametrize(
+    ("option", "parsers"), [("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)]
+)
+def test_the_help_names_every_parser(option: str, parsers: Mapping[str, object]) -> None:
+    named = set(re.findall(r"\w+", option_help()[option]))
+    assert {*parsers, AUTO, NONE} <= named

@@ -1,6 +1,7 @@
 """/v1/responses over a live server: what is asked, what is answered, what is kept."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -10,7 +11,13 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from asyncserve.http.conversation import ChatCall
+from asyncserve.http.message_schema import Message
+from asyncserve.http.responses.handlers import MAX_EVENTS_AT_ONCE
+from asyncserve.http.responses.schema import ResponsesBody
+from asyncserve.http.schema import ChatBody
 from asyncserve.http.serving import SERVING
+from asyncserve.request import ChatPrompt
 from tests.fakes.tokenizer import FakeTokenizer
 from tests.http.live import MODEL, Answer, Live, live_server, spell, until
 
@@ -279,15 +286,6 @@ BAD: Sequence[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]}, "input[0].call_id"),
-    (
-        {
-            "input": [
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
-                {"role": "user", "content": "a"},
-            ]
-        },
-        "input",
-    ),
     ({"input": [{"role": "user", "content": "a", "id": "x" * 300}]}, "input[0].id"),
     ({"input": [{"role": "user", "content": ""}] * 5000}, "input"),
     ({"previous_response_id": "resp_none"}, "previous_response_id"),
@@ -432,6 +430,19 @@ async def test_a_streamed_response_can_be_fetched_as_soon_as_it_is_complete() ->
     assert (resumed.status, resumed.error["param"]) == (400, "stream")
 
 
+async def test_items_with_the_same_id_are_told_apart_so_that_pages_come_to_an_end() -> None:
+    items = [{"role": "user", "content": text, "id": "same"} for text in "abc"]
+    seen: list[str] = []
+    async with live_server(next_token=spell("x")) as live:
+        path = f"/v1/responses/{(await made(live, input=items))['id']}/input_items?order=asc&limit=1"
+        after, has_more = "", True
+        while has_more and len(seen) <= len(items):
+            page = (await live.call(path + after)).json
+            seen += [item["content"][0]["text"] for item in page["data"]]
+            after, has_more = f"&after={page['last_id']}", page["has_more"]
+    assert seen == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_response_which_is_not_kept(stream: bool) -> None:
     async with live_server(next_token=spell("x" * 100)) as live:
@@ -550,6 +561,80 @@ async def test_background_responses_are_bounded_like_all_requests() -> None:
     assert [answer.status for answer in kept] == [200, 200]
 
 
+async def test_background_responses_that_come_at_once_are_bounded_too() -> None:
+    async with live_server(
+        next_token=spell("x"),
+        response_store_size=1,
+        info={"max_model_len": 200_000, "num_blocks": 20_000, "max_num_batched_tokens": 8192},
+    ) as live:
+        live.executor.hold()
+        # Large ones are put together in threads: all of them are looked at before one is there.
+        asked = [respond(live, background=True, input="a" * 100_000) for _ in range(3)]
+        answers = await asyncio.gather(*asked)
+        live.executor.resume()
+    assert sorted(answer.status for answer in answers) == [200, 429, 429]
+
+
+async def test_background_responses_are_bounded_by_what_they_take_together() -> None:
+    async with live_server(next_token=spell("x" * 100), response_store_bytes=50_000) as live:
+        store = live.runner.app[SERVING].responses
+        large: dict[str, Any] = {"background": True, "truncation": "auto", "input": "a" * 10_000}
+        live.executor.hold()
+        first = await made(live, **large)
+        assert 30_000 < store.num_running_bytes < 35_000, "the prompt has not been cut yet"
+        await until(lambda: 10_000 < store.num_running_bytes < 15_000)
+        await made(live, **large)
+        await until(lambda: store.num_running_bytes < 25_000)
+        full = await respond(live, **large)
+        small = await respond(live, background=True)
+        await live.call(f"/v1/responses/{first['id']}", method="DELETE")
+        again = await respond(live, **large)
+        live.executor.resume()
+        await live.until_running(0)
+    assert (full.status, full.headers["Retry-After"]) == (429, "1")
+    assert (small.status, again.status) == (200, 200)
+    assert store.num_running_bytes == 0
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"include": ["message.output_text.logprobs"]}])
+async def test_what_a_background_response_has_written_counts(more: dict[str, Any]) -> None:
+    async with live_server(next_token=spell("x" * 100)) as live:
+        store = live.runner.app[SERVING].responses
+        live.executor.hold()
+        body = {"model": MODEL, "input": "hi", "background": True, **more}
+        async with live.session.post(live.url + "/v1/responses", json=body) as response:
+            sizes = [0]
+            for _ in range(4):
+                await live.until_step_waits()
+                sizes.append(store.num_running_bytes)
+                live.executor.complete()
+                await until(lambda: store.num_running_bytes > sizes[-1])
+            live.executor.resume()
+            await response.read()
+        await live.until_running(0)
+    assert store.num_running_bytes == 0
+
+
+async def test_what_a_background_response_was_asked_with_is_not_held_while_it_runs() -> None:
+    kinds = (ResponsesBody, ChatBody, ChatCall, ChatPrompt, Message)
+
+    def asked_with() -> list[Any]:
+        return [each for each in gc.get_objects() if type(each) in kinds]
+
+    others = asked_with()
+    async with live_server(next_token=spell("x" * 100)) as live:
+        live.executor.hold()
+        body = {"model": MODEL, "input": "hi", "tools": [ADD], "background": True, "stream": True}
+        body["truncation"] = "auto"
+        async with live.session.post(live.url + "/v1/responses", json=body) as response:
+            await live.until_step_waits()
+            gc.collect()
+            held = [each for each in asked_with() if not any(each is known for known in others)]
+            live.executor.resume()
+            await response.read()
+    assert held == []
+
+
 async def test_a_refused_background_response_is_not_kept() -> None:
     async with live_server(next_token=spell("x"), is_started=False) as live:
         answer = await respond(live, background=True)
@@ -572,6 +657,10 @@ async def test_a_background_stream_can_be_left_and_taken_up_again() -> None:
         all_events = events_of(await live.call(path))
         none = events_of(await live.call(f"{path}&starting_after={len(all_events)}"))
         bad = await live.call(f"{path}&starting_after=x")
+        head = await live.raw(f"HEAD {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        _, _, body_of_head = (await head[0].read()).partition(b"\r\n\r\n")
+        head[1].close()
+    assert body_of_head == b""
     assert [event["type"] for event in all_events[:3]] == [
         "response.created",
         "response.queued",
@@ -582,6 +671,19 @@ async def test_a_background_stream_can_be_left_and_taken_up_again() -> None:
     assert text_of(all_events[-1]["response"]) == "xyz"
     assert none == []
     assert (bad.status, bad.error["param"]) == (400, "starting_after")
+
+
+async def test_a_long_stream_that_is_kept_comes_whole() -> None:
+    num_tokens = MAX_EVENTS_AT_ONCE + 50
+    async with live_server(
+        next_token=spell("x" * num_tokens), info={"max_model_len": 1024, "num_blocks": 512}
+    ) as live:
+        events = events_of(await respond(live, background=True, stream=True))
+        again = events_of(await live.call(f"/v1/responses/{events[0]['response']['id']}?stream=true"))
+    assert again == events
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.completed"
+    assert len(events) > num_tokens
 
 
 async def test_events_that_are_too_large_are_not_kept_but_the_response_is() -> None:

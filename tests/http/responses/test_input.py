@@ -5,8 +5,8 @@ import msgspec
 import orjson
 import pytest
 
-from asyncserve.errors import InvalidRequest, PromptTooLong
-from asyncserve.http.responses.input import as_asked, response_input
+from asyncserve.errors import InvalidRequest
+from asyncserve.http.responses.input import response_input
 from asyncserve.http.responses.schema import MAX_ITEMS, ResponsesBody
 from asyncserve.http.responses.store import StoredResponse
 
@@ -112,28 +112,3 @@ def test_a_conversation_may_not_grow_without_bound() -> None:
     previous = StoredResponse(response_id="r", owner=b"", body=b'{"output":[]}', items=items)
     with pytest.raises(InvalidRequest, match=f"more than {MAX_ITEMS} items"):
         response_input(body(input="a"), previous, max_bytes=LIMIT)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "param"),
-    [
-        (
-            InvalidRequest("max_tokens is 0", param="max_tokens"),
-            "max_output_tokens is 0",
-            "max_output_tokens",
-        ),
-        (PromptTooLong("messages is long", param="messages"), "input is long", "input"),
-        (InvalidRequest("messages[3] is bad", param="messages[3].content"), "input[3] is bad", "input"),
-        (
-            InvalidRequest("tools[1].function.name is x", param="tools[1].function.name"),
-            "tools[1].name is x",
-            "tools[1].name",
-        ),
-        (InvalidRequest("seed is x", param="seed"), "seed is x", "seed"),
-        (InvalidRequest("messages", param=None), "messages", None),
-    ],
-)
-def test_errors_name_fields_as_the_client_did(error: InvalidRequest, message: str, param: str | None) -> None:
-    shown = as_asked(error)
-    assert shown is error
-    assert (str(shown), error.message, error.param) == (message, message, param)

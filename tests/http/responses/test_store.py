@@ -29,6 +29,7 @@ class Running:
         self.owner = owner
         self.items = b"[]"
         self.events: list[bytes] | None = None
+        self.num_bytes = len(self.items)
         self.is_done = False
 
     def body(self) -> bytes:
@@ -104,6 +105,43 @@ def test_running_ones_are_bounded_and_never_dropped() -> None:
     store.add(stored("a"))
     store.check_room()
     assert kept(store, "a") == ["a"]
+
+
+def test_what_running_ones_take_counts_and_others_go_for_it() -> None:
+    store = ResponseStore(max_responses=10, max_bytes=100)
+    for response_id in ("a", "b"):
+        store.add(stored(response_id, num_bytes=40))
+    running = Running("r")
+    store.add_running(running)
+    assert store.resize_running(running, 50)
+    assert kept(store, "a", "b") == ["b"]
+    assert not store.resize_running(running, 101), "more than all there is"
+    assert kept(store, "b") == ["b"], "nobody goes for what is refused"
+    assert store.resize_running(running, 100)
+    assert kept(store, "b") == []
+    with pytest.raises(Overloaded):
+        store.check_room()
+    assert store.resize_running(running, 30)
+    store.check_room()
+    store.remove("r")
+    assert (store.num_bytes, store.num_running_bytes) == (0, 0)
+
+
+def test_what_cannot_do_with_less_is_never_too_much_but_keeps_others_from_starting() -> None:
+    store = ResponseStore(max_responses=10, max_bytes=100)
+    store.check_room(200)  # alone, it may
+    running = Running("r")
+    store.add_running(running)
+    assert store.resize_running(running, 60)
+    store.check_room(30)
+    with pytest.raises(Overloaded):
+        store.check_room(40)
+    assert store.resize_running(running, 150, is_needed=True)
+    assert not store.resize_running(running, 160)
+    with pytest.raises(Overloaded):
+        store.check_room()
+    store.remove("r")
+    assert store.num_running_bytes == 0
 
 
 def test_a_store_of_no_size_keeps_nothing() -> None:
