@@ -147,7 +147,7 @@ class Engine:
             grammars=GrammarCache(
                 self._make_grammar_compiler(self._tokenizer, info.vocab_size),
                 # They are compiled one by one, so most of what may wait should wait for something else.
-                max_pending=max(1, self._max_num_queued_requests // 8),
+                max_pending=max(32, self._max_num_queued_requests // 8),
             ),
             observer=self._observer,
             clock=self._clock,

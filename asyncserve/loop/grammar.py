@@ -13,20 +13,25 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncserve.errors import EngineError, EngineStopped
-from asyncserve.grammar import GrammarMatcher
-from asyncserve.loop.grammar_cache import GrammarRefused
+from asyncserve.grammar import GrammarMatcher, TimeBudget
+from asyncserve.loop.grammar_cache import GrammarRefused, NobodyWaits, WorkerDied
 from asyncserve.loop.grammar_worker import Job, Tokens, read_frame, write_frame
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.request import StructuredOutput, StructureKind
 
 STARTUP_S = 120.0
 """How long the worker may take to start: it imports a good deal, maybe on a busy machine."""
+WORTH_ENDING_S = 1.0
+"""A compilation that nobody waits for is ended after this time: before, a new worker would take longer."""
+LOOK_S = 0.1
+"""How often it is looked whether somebody waits."""
 MEMORY_BYTES = 2 * 1024**3
 """Memory that compiling may take, besides what the worker has when it is ready."""
 MAX_SPACE_TOKENS = 8
@@ -67,6 +72,7 @@ class CompiledGrammar:
         self._permitted = vocabulary.words_permitted(structured)
         self.num_bytes = num_bytes
         self.stop_token_ids = vocabulary.stop_token_ids
+        self.time_budget = TimeBudget()
 
     def matcher(self) -> GrammarMatcher:
         """See `Grammar`."""
@@ -198,7 +204,9 @@ class Vocabulary:
         import xgrammar
 
         compiled = xgrammar.CompiledGrammar.deserialize_json(packed.decode(), self._info)
-        num_bytes = int(compiled.memory_size_bytes) + sys.getsizeof(structured.source) + self.num_mask_bytes
+        # The library's own figure leaves out most of what objects take: a twentieth of it in some schemas.
+        num_bytes = max(int(compiled.memory_size_bytes), len(packed))
+        num_bytes += sys.getsizeof(structured.source) + self.num_mask_bytes
         return CompiledGrammar(
             lambda: xgrammar.GrammarMatcher(compiled), self, structured, num_bytes=num_bytes
         )
@@ -275,35 +283,55 @@ class XGrammarCompiler:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
-        """Return the compiled structure; blocks.
+    def compile(
+        self, structured: StructuredOutput, is_wanted: Callable[[], bool] = lambda: True
+    ) -> CompiledGrammar:
+        """Return the compiled structure; blocks. See `GrammarCompiler`.
 
         Raises:
             GrammarRefused: It cannot be compiled, or takes too long or too much memory.
+            NobodyWaits: It took a while, and nobody wanted it any more.
             EngineError: The worker cannot be started.
             EngineStopped: `close` was called.
         """
         if not usable_stop_ids(self._tokenizer, self._vocab_size):
             raise GrammarRefused("this model has no token that ends an answer")
-        worker = self._running_worker()
-        vocabulary = self._vocabulary
-        assert vocabulary is not None
         job = Job(structured.kind.value, structured.source, self._timeout_s)
         try:
-            status, content = worker.ask([json.dumps(asdict(job)).encode()], self._timeout_s)
+            status, content = self._ask(job, is_wanted)
+        except EOFError:
+            # Somebody else may have ended it. If it was this structure, it ends the next one as well.
+            try:
+                status, content = self._ask(job, is_wanted)
+            except EOFError as error:
+                raise WorkerDied(
+                    "compiling it takes too much memory, or is more than the compiler can do"
+                ) from error
+        if status != b"compiled":
+            raise GrammarRefused(content.decode("utf-8", "replace"))
+        assert self._vocabulary is not None
+        return self._vocabulary.unpack(content, structured)
+
+    def _ask(self, job: Job, is_wanted: Callable[[], bool]) -> list[bytes]:
+        """Have the worker do a job.
+
+        Raises:
+            EOFError: It died meanwhile.
+        """
+        worker = self._running_worker()
+        try:
+            return worker.ask([json.dumps(asdict(job)).encode()], job.limit_s, is_wanted)
         except TimeoutError as error:
             self._end_worker()
-            raise GrammarRefused(f"compiling it takes longer than {self._timeout_s:g} s") from error
+            raise GrammarRefused(f"compiling it takes longer than {job.limit_s:g} s") from error
+        except NobodyWaits:
+            self._end_worker()
+            raise
         except EOFError as error:
             self._end_worker()
             if self._is_closed:
                 raise EngineStopped("the engine was stopped") from error
-            raise GrammarRefused(
-                "compiling it takes too much memory, or is more than the compiler can do"
-            ) from error
-        if status != b"compiled":
-            raise GrammarRefused(content.decode("utf-8", "replace"))
-        return vocabulary.unpack(content, structured)
+            raise
 
     @property
     def worker_pid(self) -> int | None:
@@ -331,7 +359,7 @@ class XGrammarCompiler:
             # While it imports.
             vocabulary = self._vocabulary or Vocabulary(self._tokenizer, self._vocab_size)
             tokens = json.dumps(asdict(vocabulary.tokens)).encode()
-            (packed,) = worker.ask([tokens, *vocabulary.texts], STARTUP_S)
+            (packed,) = worker.ask([tokens, *vocabulary.texts], STARTUP_S, lambda: True)
             vocabulary.take(packed)
             self._vocabulary = vocabulary
         except EngineStopped:
@@ -370,6 +398,9 @@ class _WorkerProcess:
         assert self._process.stdout is not None
         self._requests: BinaryIO = self._process.stdin  # type: ignore[assignment]
         self._answers: BinaryIO = self._process.stdout  # type: ignore[assignment]
+        # So that nothing is left of it when it dies, also while nobody asks it for anything.
+        self._reaper = threading.Thread(target=self._process.wait, name="reap-grammar-worker", daemon=True)
+        self._reaper.start()
 
     @property
     def pid(self) -> int:
@@ -379,36 +410,52 @@ class _WorkerProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, parts: Sequence[bytes], limit_s: float) -> list[bytes]:
+    def ask(self, parts: Sequence[bytes], limit_s: float, is_wanted: Callable[[], bool]) -> list[bytes]:
         """Send a frame and return the one that answers it.
 
         Raises:
             TimeoutError: It took longer than `limit_s`; the process is dead.
+            NobodyWaits: It took longer than `WORTH_ENDING_S` and was not wanted; the process is dead.
             EOFError: The process has died.
         """
-        is_late = threading.Event()
+        has_answered = threading.Event()
+        why_ended: list[Exception] = []
 
-        def end() -> None:
-            is_late.set()
-            self._process.kill()
+        def watch() -> None:
+            began_s = time.monotonic()
+            while not has_answered.is_set():
+                took_s = time.monotonic() - began_s
+                if took_s >= limit_s:
+                    why_ended.append(TimeoutError())
+                elif took_s >= WORTH_ENDING_S and not is_wanted():
+                    why_ended.append(NobodyWaits())
+                if why_ended:
+                    self._process.kill()
+                    return
+                has_answered.wait(min(LOOK_S, limit_s - took_s))
 
-        timer = threading.Timer(limit_s, end)
-        timer.daemon = True
-        timer.start()
+        watcher = threading.Thread(target=watch, name="watch-grammar-worker", daemon=True)
+        watcher.start()
+        answer: list[bytes] | None = None
+        failure: Exception | None = None
         try:
             write_frame(self._requests, *parts)
-            return read_frame(self._answers)
+            answer = read_frame(self._answers)
         except (EOFError, OSError, ValueError) as error:  # ValueError: the streams were closed by `kill`
-            if is_late.is_set():
-                raise TimeoutError from None
-            raise EOFError from error
+            failure = error
         finally:
-            timer.cancel()
+            has_answered.set()
+            watcher.join()  # it may be about to kill
+        if why_ended:
+            raise why_ended[0]
+        if answer is None:
+            raise EOFError from failure
+        return answer
 
     def kill(self) -> None:
         """End the process and forget it. Idempotent."""
         self._process.kill()
-        self._process.wait()
+        self._reaper.join()
         for stream in (self._requests, self._answers):
             # What was not written yet cannot be written any more.
             with contextlib.suppress(OSError):

@@ -3,9 +3,9 @@
     python -m asyncserve.loop.grammar_worker MEMORY_BYTES
 
 Reads frames from its standard input, writes frames to its standard output (`grammar.py` is the other side):
-the vocabulary once, then one grammar after the other. Every one is tried before it is handed over: a few
-steps along it show whether it allows any text, and whether its masks take a time that a step can spare. A
-crash, too much memory or too much time ends this process and harms nobody else.
+the vocabulary once, then one grammar after the other. Every one is tried before it is handed over: some
+hundred steps along it show whether it allows any text, and whether its masks take a time that a step can
+spare. A crash, too much memory or too much time ends this process and harms nobody else.
 """
 
 import contextlib
@@ -17,20 +17,26 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from asyncserve.grammar import TimeBudget
 from asyncserve.loop.json_schema import SchemaRefused, enforceable_schema
 from asyncserve.request import StructureKind
 
 TRIED_STEPS = 48
-"""Tokens that a new grammar is followed for before it is handed over."""
+"""Tokens, any that may come, that a new grammar is followed for before it is handed over."""
+TRIED_SHORT_STEPS = 400
+"""Tokens, the shortest that may come, that it is followed for then: many are what shows a grammar that grows
+slow with the text, and of these the most fit into a text of a given length."""
 SLOW_STEP_S = 0.1
 """Processor time of one step above which a grammar is refused: all other sequences would wait for it."""
 MAX_PACKED_BYTES = 64 * 1024**2
 """Larger compiled grammars are refused: unpacking them takes seconds, and they have to be kept."""
 _LEN_BYTES = 8
+
+Words = Any  # a numpy array of int32; numpy is imported when it is first needed
 _WORD_BITS = 32
 
 
@@ -49,8 +55,8 @@ class Tokens:
     """
 
     vocab_size: int
-    stop_token_ids: Sequence[int]
-    special_ids: Mapping[str, int]
+    stop_token_ids: list[int]
+    special_ids: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,7 @@ class Worker:
         texts: Token id → what it stands for.
     """
 
-    def __init__(self, tokens: Tokens, texts: Sequence[bytes]) -> None:
+    def __init__(self, tokens: Tokens, texts: list[bytes]) -> None:
         import xgrammar
 
         self._xgrammar = xgrammar
@@ -110,6 +116,13 @@ class Worker:
             stop_token_ids=tokens.stop_token_ids,
         )
         self._special_ids = tokens.special_ids
+        self._all_tokens = _pack_ids(range(tokens.vocab_size), tokens.vocab_size)
+        by_length: dict[int, list[int]] = {}
+        for token_id in sorted(set(range(len(texts))) - set(tokens.stop_token_ids)):
+            by_length.setdefault(len(texts[token_id]), []).append(token_id)
+        self._by_length = [
+            _pack_ids(by_length[length], tokens.vocab_size) for length in sorted(by_length) if length
+        ]
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
 
     def packed_vocabulary(self) -> bytes:
@@ -125,14 +138,14 @@ class Worker:
         try:
             with _Notices() as notices:
                 compiled = self._compile(kind, source)
+            if kind is not StructureKind.STRUCTURAL_TAG:
+                notices.refuse_any()
+            self._try(compiled)
+            packed = str(compiled.serialize_json()).encode()
         except (Refused, SchemaRefused, json.JSONDecodeError) as error:
             raise Refused(str(error)) from error
         except Exception as error:  # of a foreign library, for a source that may be anything
             raise Refused(_first_message(error)) from error
-        if kind is not StructureKind.STRUCTURAL_TAG:
-            notices.refuse_any()
-        self._try(compiled)
-        packed = str(compiled.serialize_json()).encode()
         if len(packed) > MAX_PACKED_BYTES:
             raise Refused(f"compiled, it has {len(packed)} bytes; at most {MAX_PACKED_BYTES} are taken")
         return packed
@@ -199,35 +212,53 @@ class Worker:
         return json.loads(text)
 
     def _try(self, compiled: Any) -> None:
-        """Follow a grammar for a few steps of its own choice.
+        """Follow a grammar for a few steps of any length, then, from its beginning, for many short ones.
 
         Raises:
-            Refused: It allows nothing, or a step takes too long.
+            Refused: It allows nothing, or a step or all together take too long.
         """
+        self._follow(compiled, TRIED_STEPS, [self._all_tokens])
+        self._follow(compiled, TRIED_SHORT_STEPS, [*self._by_length, self._all_tokens])
+
+    def _follow(self, compiled: Any, num_steps: int, preferred: Sequence[Words]) -> None:
+        """Follow a grammar at random, by tokens of the first of these sets that has one that may come."""
         import numpy as np
 
         matcher = self._xgrammar.GrammarMatcher(compiled)
+        budget = TimeBudget()
         rng = random.Random(0)
         words = np.zeros(-(-self._info.vocab_size // _WORD_BITS), np.int32)
-        for step in range(TRIED_STEPS):
+        for step in range(num_steps):
             began_s = time.thread_time()
-            matcher.fill_next_token_bitmask(words)
+            if not matcher.fill_next_token_bitmask(words):  # every token may come, and it wrote nothing
+                words.fill(-1)
             took_s = time.thread_time() - began_s
-            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-            allowed = np.flatnonzero(bits[: self._info.vocab_size])  # it sets some beyond, too
-            if not len(allowed):
+            budget.note(took_s)
+            some = next((own for own in (words & each for each in preferred) if own.any()), None)
+            if some is None:  # it may have set some beyond the vocabulary
                 if step == 0:
                     raise Refused("it allows no text that this model's tokens can spell")
                 raise Refused("it leads to a place from which no text can go on")
+            allowed = np.flatnonzero(np.unpackbits(some.view(np.uint8), bitorder="little"))
             token_id = int(rng.choice(allowed))
             began_s = time.thread_time()
             if not matcher.accept_token(token_id):
                 raise Refused("it cannot be followed: a token it allows is not accepted")
-            took_s += time.thread_time() - began_s
-            if took_s > SLOW_STEP_S:
+            accept_s = time.thread_time() - began_s
+            budget.note(accept_s)
+            if took_s + accept_s > SLOW_STEP_S or budget.is_spent:
                 raise Refused("it takes too long to follow; make it less ambiguous")
             if matcher.is_terminated():
                 return
+
+
+def _pack_ids(token_ids: Iterable[int], vocab_size: int) -> Words:
+    """Return the mask words that allow these tokens."""
+    import numpy as np
+
+    is_allowed = np.zeros(-(-vocab_size // _WORD_BITS) * _WORD_BITS, np.bool_)
+    is_allowed[list(token_ids)] = True
+    return np.packbits(is_allowed, bitorder="little").view(np.int32)
 
 
 class _Notices:
@@ -278,8 +309,8 @@ def _choice_tag(source: str) -> str:
 
 
 def _first_message(error: Exception) -> str:
-    if isinstance(error, MemoryError):
-        return "compiling it takes too much memory"
+    if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+        return "it takes too much memory"
     if isinstance(error, RecursionError):
         return "it is nested too deep"
     lines = [line for line in str(error).splitlines() if line.strip()]

@@ -3,8 +3,9 @@
 Owns a matcher for each slot that has a grammar. A matcher works on the host, and the mask of a row depends
 on its last token; so it is made as late as can be. A step's forward pass is launched without it, and only
 then is the copy of the step before waited for (`expect` told of it), the matcher moved on, the mask filled
-and applied: a device that is one step ahead stays so. A matcher that refuses a token, raises or takes far
-too long forbids its row everything, which ends that sequence and no other.
+and applied: a device that is one step ahead stays so. A matcher that refuses a token or raises forbids its
+row everything, which ends that sequence and no other. So does one whose grammar has taken far too long, for
+all its rows, and the costliest ones of a step in which all masks together do.
 """
 
 import logging
@@ -20,15 +21,14 @@ from torch import Tensor
 from asyncserve.gpu.device import Event
 from asyncserve.gpu.sampling.bit_masks import WORD_BITS, MaskApplier, Words, num_words, pack
 from asyncserve.gpu.sampling.upload import upload_ids
-from asyncserve.grammar import GrammarMatcher
+from asyncserve.grammar import USUAL_S, GrammarMatcher, TimeBudget
 from asyncserve.step import SlotAssignment
 
 logger = logging.getLogger(__name__)
 
-USUAL_S = 0.002
-"""Processor time that one call of a matcher may take: a hundred times what most take."""
-SLOW_S = 1.0
-"""Processor time beyond it after which a sequence ends, all its calls together: all others wait for it."""
+SLOW_STEP_S = 0.05
+"""Processor time beyond `USUAL_S` a call, of all masks of a step together, above which the costliest rows
+end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,15 +38,17 @@ class _Row:
     Args:
         slot: Whose it is.
         matcher: Moved on by all tokens but those of `TokenMasks._unseen`; None once it is of no use any more.
+        budget: Of the grammar, hence of all its rows.
         stops: The grammar's stop tokens.
         others: Mask words that allow all but these.
         early: Mask words that allow all but what `min_tokens` forbids; None once it forbids nothing.
         first_end: Absolute position from which it forbids nothing.
-        late_s: What its calls took beyond `USUAL_S` each.
+        late_s: What its calls took in this step beyond `USUAL_S` each.
     """
 
     slot: int
     matcher: GrammarMatcher | None
+    budget: TimeBudget
     stops: Sequence[int]
     others: Words
     early: Words | None = None
@@ -67,6 +69,7 @@ class TokenMasks:
         self._device = device
         self._applier = MaskApplier(device)
         self._rows: dict[int, _Row] = {}
+        self._late_s = 0.0  # of all rows in this step
         self._unseen: deque[tuple[list[tuple[_Row, int]], Tensor, Event]] = deque()
 
     def admit(self, assignment: SlotAssignment) -> None:
@@ -74,7 +77,7 @@ class TokenMasks:
         grammar = assignment.grammar
         assert grammar is not None
         stops = [token_id for token_id in grammar.stop_token_ids if 0 <= token_id < self._vocab_size]
-        row = _Row(assignment.slot, None, stops, self._words_without(stops))
+        row = _Row(assignment.slot, None, grammar.time_budget, stops, self._words_without(stops))
         self._rows[assignment.slot] = row
         try:
             row.matcher = grammar.matcher()
@@ -122,18 +125,24 @@ class TokenMasks:
             slots: The slot of each of these rows; each has a matcher.
             positions: Absolute position that each of these rows' token will take.
         """
+        for row in self._rows.values():
+            row.late_s = 0.0
+        self._late_s = 0.0
         self._take_unseen()
         # Pinned, since copies of this size would wait otherwise; its memory is given out again only when this
         # one is done.
         shape = (len(rows), num_words(self._vocab_size))
         host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         words: Words = host.numpy()
+        for own, slot, position in zip(words, slots, positions, strict=True):
+            self._fill(self._rows[slot], own, position)
+            self._end_costliest()
         ending: list[tuple[int, int]] = []
-        for place, (logits_row, slot, position) in enumerate(zip(rows, slots, positions, strict=True)):
+        for own, slot, logits_row in zip(words, slots, rows, strict=True):
             row = self._rows[slot]
-            own = words[place]
-            self._fill(row, own, position)
-            if not (own & row.others).any():
+            if self._matcher_of(row) is None:  # maybe since its mask was made
+                own.fill(0)
+            elif not (own & row.others).any():
                 ending += [(logits_row, token_id) for token_id in row.stops if _has(own, token_id)]
         if ending:
             self._lift(logits, ending)
@@ -151,14 +160,15 @@ class TokenMasks:
 
     def _accept(self, row: _Row, token_id: int) -> None:
         # After its end a row may still be in the step that was launched before anybody knew.
-        if row.matcher is None or row.matcher.is_done:
+        matcher = self._matcher_of(row)
+        if matcher is None:
             return
         if token_id < 0:  # the sequence ends with an error
             row.matcher = None
             return
         began_s = time.thread_time()
         try:
-            if not row.matcher.accept(token_id):
+            if not matcher.accept(token_id):
                 self._fail(row, f"refused token {token_id}")
         except Exception as error:  # of a foreign library: this row's alone
             self._fail(row, repr(error))
@@ -166,26 +176,46 @@ class TokenMasks:
 
     def _fill(self, row: _Row, words: Words, position: int) -> None:
         """Write the mask of one row; all its words are zero before."""
-        if row.matcher is None or row.matcher.is_done:
+        matcher = self._matcher_of(row)
+        if matcher is None:
             return
         began_s = time.thread_time()
         try:
-            row.matcher.fill_mask(words.data)
+            matcher.fill_mask(words.data)
         except Exception as error:  # of a foreign library: this row's alone
             self._fail(row, repr(error))
         self._note_time(row, began_s)
-        if row.matcher is None:
-            words.fill(0)
-        elif row.early is not None:
+        if row.matcher is not None and row.early is not None:
             if position >= row.first_end:  # positions only grow
                 row.early = None
             elif (words & row.early).any():
                 words &= row.early
 
     def _note_time(self, row: _Row, began_s: float) -> None:
-        row.late_s += max(0.0, time.thread_time() - began_s - USUAL_S)
-        if row.late_s > SLOW_S and row.matcher is not None:
-            self._fail(row, f"took {row.late_s:.1f} s longer than usual")
+        took_s = time.thread_time() - began_s
+        late_s = max(0.0, took_s - USUAL_S)
+        row.late_s += late_s
+        self._late_s += late_s
+        row.budget.note(took_s)
+
+    def _matcher_of(self, row: _Row) -> GrammarMatcher | None:
+        """Return a row's matcher unless it is done or fails, as all of a grammar do whose time is spent."""
+        matcher = row.matcher
+        if matcher is None or matcher.is_done:
+            return None
+        if row.budget.is_spent:
+            self._fail(row, "is one of a grammar that takes too long to follow")
+            return None
+        return matcher
+
+    def _end_costliest(self) -> None:
+        """Let the costliest rows of the step fail, until what the others took can be borne."""
+        while self._late_s > SLOW_STEP_S:
+            costliest = max(self._rows.values(), key=lambda row: row.late_s)
+            if costliest.matcher is not None:
+                self._fail(costliest, f"took {costliest.late_s:.2f} s longer than usual in one step")
+            costliest.late_s = 0.0
+            self._late_s = sum(row.late_s for row in self._rows.values())
 
     def _fail(self, row: _Row, why: str) -> None:
         row.matcher = None
