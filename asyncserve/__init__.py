@@ -24,7 +24,7 @@ from asyncserve.errors import (
     UnknownModel,
     UnsupportedModel,
 )
-from asyncserve.request import Request, SamplingParams
+from asyncserve.request import Request, SamplingParams, StructuredOutput, StructureKind
 
 if TYPE_CHECKING:
     from asyncserve.offline import LLM
@@ -49,6 +49,8 @@ __all__ = [
     "SamplingParams",
     "StartupError",
     "StepFailed",
+    "StructureKind",
+    "StructuredOutput",
     "UnknownModel",
     "UnsupportedModel",
 ]

@@ -5,6 +5,7 @@ Takes prompts and sampling parameters, gives `Completion`s in the order of the p
 """
 
 import asyncio
+import atexit
 import threading
 import time
 from array import array
@@ -102,6 +103,9 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncserve-offline", daemon=True)
         self._thread.start()
+        # A step may still run when a script ends, one ahead of the last answer, and a thread that is inside
+        # torch when the interpreter goes would abort the process.
+        atexit.register(self.close)
         try:
             self._call(self._engine.start())
         except BaseException:
@@ -180,6 +184,7 @@ class LLM:
         """Stop the engine and free the device. Idempotent."""
         if self._loop.is_closed():
             return
+        atexit.unregister(self.close)
         self._call(self._engine.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

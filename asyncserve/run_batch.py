@@ -144,8 +144,8 @@ async def _run(
             logger.error("the batch cannot go on: %s; the same command goes on with what is left", error)
             return EXIT_FAILED
         logger.info(
-            "%d requests answered, %d with errors; %d had answers already",
-            batch.num_answered,
+            "answers written: %d good, %d errors; had one already: %d",
+            batch.num_good,
             batch.num_failed,
             batch.num_skipped,
         )
@@ -192,7 +192,7 @@ class Batch:
         bar: "tqdm[Any]",
         counter: TokenCounter,
     ) -> None:
-        self.num_answered = 0
+        self.num_good = 0
         self.num_failed = 0
         self.num_skipped = 0
         self._started: set[str] = set()
@@ -245,7 +245,6 @@ class Batch:
         if not self._is_new(request.custom_id, number):
             return
         await self._write(await self._send(request))
-        self.num_answered += 1
 
     async def _report(self, error: LineError) -> None:
         if error.custom_id is not None:
@@ -288,7 +287,10 @@ class Batch:
             if response.status != web.HTTPTooManyRequests.status_code:
                 break
             await asyncio.sleep(float(response.headers.get("Retry-After", RETRY_S)))
-        self.num_failed += response.status != web.HTTPOk.status_code
+        if response.status == web.HTTPOk.status_code:
+            self.num_good += 1
+        else:
+            self.num_failed += 1
         return answer_line(
             request,
             status=response.status,

@@ -308,6 +308,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
             task.cancel()
         await stop_serving(engine, runner, now=stop_requests.second.is_set())
         stop_requests.uninstall()
+        logger.info("stopped")
 
 
 async def _drain(

@@ -304,6 +304,8 @@ async def mistreat(arguments: argparse.Namespace) -> int:
         tally.complaints[late] += 1
     for message, count in tally.complaints.most_common():
         print(f"WRONG  {count} x {message}")
+    if not tally.complaints:
+        print("nothing is wrong and nothing is left behind")
     if arguments.json is not None:
         found = {**dataclasses.asdict(tally), "at_rest": at_rest, "idle_percent": idle_share}
         found |= {"outcomes": dict(tally.outcomes), "complaints": dict(tally.complaints)}

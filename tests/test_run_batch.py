@@ -65,7 +65,7 @@ async def test_every_line_gets_the_answer_it_would_get_from_the_server(tmp_path:
     assert one["body"]["id"] == f"cmpl-{one['request_id']}"
     assert found["two"]["response"]["body"]["choices"][0]["message"]["content"] == "xy"
     assert len(found["three"]["response"]["body"]["choices"]) == 4
-    assert (batch.num_answered, batch.num_failed, batch.num_skipped) == (3, 0, 0)
+    assert (batch.num_good, batch.num_failed, batch.num_skipped) == (3, 0, 0)
 
 
 async def test_lines_that_fail_are_reported_and_stop_nothing(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ async def test_lines_that_fail_are_reported_and_stop_nothing(tmp_path: Path) -> 
         assert (batch.num_failed, batch.num_skipped) == (5, 0)
         again = await run(live, path, numbered(lines))
     assert answers(path) == found
-    assert (again.num_answered, again.num_failed, again.num_skipped) == (0, 0, 6)
+    assert (again.num_good, again.num_failed, again.num_skipped) == (0, 0, 6)
 
 
 async def test_a_run_goes_on_where_one_was_broken_off(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ async def test_a_run_goes_on_where_one_was_broken_off(tmp_path: Path) -> None:
     assert sorted(found) == sorted(names)
     assert {name: found[name] for name in first} == first
     assert batch.num_skipped == len(first)
-    assert batch.num_answered == len(names) - len(first)
+    assert batch.num_good == len(names) - len(first)
 
 
 async def test_a_name_that_comes_twice_is_answered_once(
@@ -153,7 +153,7 @@ async def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
     ) as live:
         batch = await run(live, path, numbered(request(str(number)) for number in range(6)), concurrency=6)
     assert {each["response"]["status_code"] for each in answers(path).values()} == {200}
-    assert (batch.num_answered, batch.num_failed) == (6, 0)
+    assert (batch.num_good, batch.num_failed) == (6, 0)
 
 
 async def test_an_engine_that_fails_ends_the_run_without_answers_made_up(tmp_path: Path) -> None:

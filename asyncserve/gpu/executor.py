@@ -96,7 +96,10 @@ class ThreadExecutor:
             await asyncio.shield(self._ended)
         if self._thread is not None:
             # Its frame holds the model until it is really gone.
-            await asyncio.to_thread(self._thread.join)
+            try:
+                await asyncio.to_thread(self._thread.join)
+            except RuntimeError:  # the interpreter is ending and starts no thread
+                self._thread.join()
 
     def _serve(
         self,

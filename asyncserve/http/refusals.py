@@ -15,7 +15,7 @@ _EMBEDDING = "computes no embeddings; serve an embedding model elsewhere for it"
 _SCORING = "gives no scores or classes of texts; serve a reranking or classifying model elsewhere for it"
 _AUDIO = "neither hears nor speaks"
 _IMAGES = "makes no images"
-_BATCHES = "batches of requests are run offline, by `asyncserve run-batch -i in.jsonl -o out.jsonl`"
+_BATCHES = "batches of requests are run offline, by `asyncserve run-batch MODEL -i in.jsonl -o out.jsonl`"
 _AGENTS = "conversations are kept by clients, or by /v1/responses"
 
 REFUSED: Mapping[str, str] = {

@@ -318,9 +318,9 @@ def _first_message(error: Exception) -> str:
 
 
 def _without_place(line: str) -> str:
-    """Take the time and the library's own source file off a message."""
+    """Take off a message the time, the library's source file, and what the library does about it."""
     head, _, rest = line.partition(": ")
-    text = rest if head.startswith("[") and rest else line
+    text = (rest if head.startswith("[") and rest else line).partition("; ignoring")[0]
     return text.removeprefix("Warning: ").removeprefix("Check failed: ").strip()[:500]
 
 

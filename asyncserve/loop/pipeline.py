@@ -302,9 +302,13 @@ class Pipeline:
             # Steps that nobody awaits any more: their failure is no news.
             asyncio.ensure_future(launched.output).add_done_callback(_ignore_outcome)
         # A prompt may be in a thread still: it is waited for, though not by the loop.
-        await asyncio.to_thread(self._grammars.close)
-        for threads in (self._threads, self._long_thread):
-            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+        ends: list[Callable[[], None]] = [self._grammars.close]
+        ends += [partial(each.shutdown, cancel_futures=True) for each in (self._threads, self._long_thread)]
+        for end in ends:
+            try:
+                await asyncio.to_thread(end)
+            except RuntimeError:  # the interpreter is ending: it starts no thread, and has waited for these
+                end()
 
     # ---- tokenize --------------------------------------------------------------------------------------
 
