@@ -6,7 +6,6 @@ with the finish reason; then the usage if asked for, then `[DONE]`. What a text 
 `ChatShapes._news`, whether it is streamed or not, so the two cannot differ.
 """
 
-import uuid
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from asyncserve.http.parsers.interface import MessageDelta, ParsedMessage, ToolC
 from asyncserve.http.reasoning_tokens import ReasoningCount
 from asyncserve.http.schema import ChatBody
 from asyncserve.http.serving import SERVING, request_id_of
+from asyncserve.http.tools import new_call_id
 from asyncserve.request import RequestOutput, Usage
 
 
@@ -217,11 +217,6 @@ class ChatShapes(Shapes):
         """
         plain = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.chunk([plain | dict(choice or {})], usage, beside)
-
-
-def new_call_id() -> str:
-    """Return an id for a tool call, which its result will name."""
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _reasoning(text: str) -> dict[str, str]:

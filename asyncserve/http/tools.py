@@ -5,6 +5,7 @@ allows only some of them, the model hears of no others. Knows neither how a mode
 """
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -131,3 +132,8 @@ def _allowed(tools: Sequence[Mapping[str, Any]], allowed: AllowedTools) -> list[
             param="tool_choice",
         )
     return [tool for tool in tools if tool["name"] in names]
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call, which its result will name."""
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -14,15 +14,12 @@ from aiohttp import web
 from asyncserve.http.body import read_body
 from asyncserve.http.conversation import LARGE_BODY_BYTES, ChatCall, chat_call
 from asyncserve.http.failures import speaks_anthropic
-from asyncserve.http.generation import collect, stream
+from asyncserve.http.generation import LARGE_TEXT_LEN, collect, stream
 from asyncserve.http.messages.schema import ConversationBody, CountTokensBody, MessagesBody
 from asyncserve.http.messages.shapes import MessageShapes
 from asyncserve.http.messages.translation import FIELD_NAMES, chat_body
 from asyncserve.http.serving import REQUEST_ID_HEADER, SERVING, Serving, request_id_of
 from asyncserve.request import ChatPrompt
-
-LARGE_TEXT_LEN = 4096
-"""Answers with more characters are taken apart in a thread."""
 
 
 async def messages(http_request: web.Request) -> web.StreamResponse:

@@ -19,12 +19,12 @@ from typing import Any
 import orjson
 
 from asyncserve.errors import Overloaded, RequestError
-from asyncserve.http.chat import new_call_id
 from asyncserve.http.failures import failure_of
 from asyncserve.http.logprobs import TokenTexts, chat_content
 from asyncserve.http.parsers.interface import MessageDelta, MessageParser, ToolCallDelta
 from asyncserve.http.reasoning_tokens import ReasoningCount
 from asyncserve.http.sse import named_event
+from asyncserve.http.tools import new_call_id
 from asyncserve.request import FinishReason, RequestOutput, TokenLogprobs, Usage
 
 MESSAGE, REASONING, FUNCTION_CALL = "message", "reasoning", "function_call"

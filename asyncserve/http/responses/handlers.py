@@ -20,7 +20,7 @@ from asyncserve.errors import InvalidRequest
 from asyncserve.http.auth import owner_of
 from asyncserve.http.body import read_body
 from asyncserve.http.conversation import LARGE_BODY_BYTES, ChatCall, chat_call
-from asyncserve.http.generation import collect, event_stream, stream
+from asyncserve.http.generation import LARGE_TEXT_LEN, collect, event_stream, stream
 from asyncserve.http.responses.background import BackgroundResponse
 from asyncserve.http.responses.events import ResponseEvents, ResponseWriter, new_id
 from asyncserve.http.responses.input import (
@@ -37,8 +37,6 @@ from asyncserve.request import RequestOutput, Usage
 
 MAX_CONVERSATION_BYTES = 16 * 1024 * 1024
 """Most bytes of a conversation that responses carry on; twice a body's limit, if that is more."""
-LONG_TEXT_LEN = 4096
-"""Answers with more characters are parsed in a thread when they come in one piece."""
 PROMPT_COPIES = 2
 """How often the engine holds what a body says until it is admitted: its messages, and the rendered prompt."""
 MAX_EVENTS_AT_ONCE = 256
@@ -245,7 +243,7 @@ class _Response:
             writer.complete(usage)
             return orjson.dumps(writer.response())
 
-        is_slow = output.logprobs is not None or len(output.text) > LONG_TEXT_LEN
+        is_slow = output.logprobs is not None or len(output.text) > LARGE_TEXT_LEN
         text = await _in_thread_if(is_slow, write)
         self.store(writer, text)
         return text
