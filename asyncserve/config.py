@@ -85,6 +85,11 @@ class ServerConfig:
     gets 400."""
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
+    enforce_eager: bool = False
+    """Launch every step anew instead of replaying CUDA graphs; slower, and less memory."""
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    """Numbers of sequences for which a decode step is captured as a CUDA graph. Default: 1, 2, 4 and every
+    eighth up to 256, every sixteenth beyond, at most --max-num-seqs."""
     num_threads: int | None = None
     """Threads of CPU kernels. Default: the cores this process may use."""
 
@@ -184,6 +189,10 @@ class ServerConfig:
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = "" if high == math.inf else f" and at most {high}"
                 raise ConfigError(f"{name} is {value}; it must be at least {low}{upper}")
+        if any(size < 1 for size in self.cudagraph_capture_sizes):
+            raise ConfigError(
+                f"cudagraph_capture_sizes has {min(self.cudagraph_capture_sizes)}; a size must be at least 1"
+            )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

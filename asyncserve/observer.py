@@ -55,6 +55,7 @@ class EngineStatistics:
         prefix_cache_queries: Prompt tokens looked up so far.
         prefix_cache_hits: Of those, tokens found.
         num_preemptions: So far.
+        graphs_pending: CUDA graphs that are to be captured still.
         last_progress_s: When a step was last applied, or when the engine last had nothing to do.
         channels: Every channel of the pipeline.
     """
@@ -68,6 +69,7 @@ class EngineStatistics:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    graphs_pending: int = 0
     last_progress_s: float = 0.0
     channels: Sequence[ChannelStatistics] = field(default_factory=tuple)
 

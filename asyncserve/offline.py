@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from asyncserve.config import ServerConfig
 from asyncserve.errors import AsyncserveError, ConfigError, EngineStopped, InvalidRequest
-from asyncserve.observer import EngineStatistics, NullObserver
+from asyncserve.observer import EngineStatistics, NullObserver, Observer
 from asyncserve.request import (
     ChatPrompt,
     FinishReason,
@@ -35,6 +35,8 @@ from asyncserve.request import (
 from asyncserve.serve import build_engine, default_sampling, open_model
 
 Result = TypeVar("Result")
+
+_WARM_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class LLM:
 
     Args:
         model: A Hugging Face folder, a hub id or a `.gguf` file.
+        observer: Told of every step and every end, on the engine's thread; None for nobody.
         options: Any option of the server that concerns the engine, by its field name
             (`max_model_len=4096`, `dtype="float32"`, …).
 
@@ -89,7 +92,7 @@ class LLM:
         StartupError: The model cannot be loaded; says why.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, *, observer: Observer | None = None, **options: Any) -> None:
         unknown = options.keys() - set(ServerConfig.engine_options())
         if unknown:
             raise ConfigError(f"{', '.join(sorted(unknown))}: no such option of the engine")
@@ -98,7 +101,7 @@ class LLM:
         config.validate()
         checkpoint = open_model(config)
         self._default_sampling = SamplingParams(**default_sampling(config, checkpoint))
-        self._engine = build_engine(config, checkpoint, NullObserver())
+        self._engine = build_engine(config, checkpoint, observer or NullObserver())
         self._num_requests = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncserve-offline", daemon=True)
@@ -179,6 +182,11 @@ class LLM:
             return self._engine.statistics()
 
         return self._call(read())
+
+    def wait_until_warm(self) -> None:
+        """Return when everything that makes steps faster is there; prompts are answered before that, too."""
+        while self.statistics().graphs_pending:
+            time.sleep(_WARM_POLL_S)
 
     def close(self) -> None:
         """Stop the engine and free the device. Idempotent."""

@@ -99,6 +99,8 @@ def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             num_gpu_blocks_override=config.num_gpu_blocks_override,
             attention_backend=config.attention_backend,
+            enforce_eager=config.enforce_eager,
+            graph_sizes=config.cudagraph_capture_sizes,
             num_threads=config.num_threads,
             seed=config.seed,
             async_scheduling=config.async_scheduling,

@@ -169,5 +169,9 @@ class Executor(Protocol):
         before the step ran.
         """
 
+    @property
+    def graphs_pending(self) -> int:
+        """What will still be prepared in idle time to run steps faster; 0 when that is done."""
+
     async def stop(self) -> None:
         """Finish the step that runs, fail the ones that wait, free the device. Idempotent."""

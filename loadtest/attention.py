@@ -5,19 +5,13 @@ and their share of a copy measured in the same run; rows of equal length, and a 
 scores and values that causality leaves, beside torch's scaled_dot_product_attention (cuDNN's and flash) on
 the same K and V, contiguous. Times are of calls inside a CUDA graph of many, which take their blocks in turn
 from a pool that exceeds the L2 cache; blocks are shuffled. Results of both are compared, too.
-`--tune` times other ways to cut the work than those chosen, and prints the best first.
+`--tune` times other ways to cut the work than those chosen, and prints the best first, those chosen marked.
 """
 
-import argparse
-import datetime
 import itertools
-import json
 import math
 import random
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +19,23 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from asyncserve.gpu.kernels.paged_decode import DecodeConfig, decode_config, new_scratch, paged_decode
-from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_configs
+from asyncserve.gpu.kernels.paged_decode import (
+    DecodeConfig,
+    count_splits,
+    decode_config,
+    new_scratch,
+    paged_decode,
+)
+from asyncserve.gpu.kernels.paged_prefill import (
+    PrefillConfig,
+    few_tokens,
+    paged_prefill,
+    prefill_configs,
+)
 from asyncserve.gpu.kernels.paging import shared_bytes
-from loadtest.kernels import Call, copy_gbps, device_us, num_inputs
+from loadtest.kernel_benchmark import Rows, compile_ahead, run_benchmark
+from loadtest.kernels import Call, copy_gbps, device_us
+from loadtest.kernels import num_inputs as inputs_beyond_cache
 
 DTYPE = torch.bfloat16
 BLOCK_LEN = 16
@@ -43,14 +50,15 @@ CONTEXTS = (1024, 8192)
 PROMPTS = ((1, 1024, 0), (1, 8192, 0), (16, 512, 0), (1, 1024, 7168))
 """Rows, queries of each, and cached tokens before them."""
 
-TUNED_BATCHES = (1, 8, 64, 256)
+TUNED_SPLITS = {1: (8, 16, 32, 64), 8: (4, 8, 16, 32), 64: (1, 2, 4), 256: (1, 2)}
+"""Into how many each row is cut, by the number of rows; beyond these nothing new begins or all is full."""
+
 DECODE_TILES = (
-    *((32, 2, 3), (32, 2, 4), (32, 4, 4), (64, 1, 3), (64, 2, 3), (64, 4, 2)),
-    *((64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3)),
+    *((16, 1, 4), (32, 1, 3), (32, 1, 4), (32, 2, 3), (32, 2, 4), (32, 2, 6), (32, 4, 4), (64, 1, 3)),
+    *((64, 2, 3), (64, 2, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3)),
 )
 """Length, warps, stages."""
 
-PROGRAMS_PER_SM = (2, 4, 8, 16)
 PREFILL_TILES = (
     *((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 4, 3)),
     *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 4)),
@@ -103,12 +111,15 @@ class Decode:
         pool: K and V.
         num_heads: Query heads.
         seq_lens: Of the rows.
+        num_inputs: How many sets of blocks take turns; None: so many that none is left in the L2 cache.
     """
 
-    def __init__(self, pool: Pool, num_heads: int, seq_lens: Sequence[int]) -> None:
+    def __init__(
+        self, pool: Pool, num_heads: int, seq_lens: Sequence[int], *, num_inputs: int | None = None
+    ) -> None:
         self._pool = pool
         self.num_bytes = sum(seq_lens) * TOKEN_BYTES
-        self.num_inputs = num_inputs(self.num_bytes)
+        self.num_inputs = num_inputs or inputs_beyond_cache(self.num_bytes)
         self.tables = pool.tables(seq_lens, self.num_inputs)
         self._lens = torch.tensor(seq_lens, dtype=torch.int32, device=pool.device)
         self.q = torch.randn(len(seq_lens), num_heads, HEAD_DIM, dtype=DTYPE, device=pool.device)
@@ -195,18 +206,31 @@ class Prefill:
         return lambda _: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
 
 
+def mixed_lengths(batch: int) -> list[int]:
+    """Return lengths that differ as those of a busy server do; the same each time."""
+    lengths = random.Random(batch)
+    return [lengths.randrange(1, 2048) for _ in range(batch)]
+
+
 def decode_cases() -> Iterator[tuple[str, list[int]]]:
     """Yield names and lengths of the rows."""
     for context, batch in itertools.product(CONTEXTS, BATCHES):
         yield f"{batch} x {context}", [context] * batch
-    lengths = random.Random(0)
-    for batch in BATCHES[2:]:
-        yield f"{batch} x 1 … 2047", [lengths.randrange(1, 2048) for _ in range(batch)]
+    for batch in BATCHES[1:]:
+        yield f"{batch} x 1 … 2047", mixed_lengths(batch)
 
 
-def measure(pool: Pool, copy: float, num_sms: int) -> list[dict[str, Any]]:
+def new_pool() -> tuple[Pool, int]:
+    """Return the K and V of the largest case, and how many multiprocessors the device has."""
+    torch.manual_seed(0)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return Pool(max(BATCHES) * max(CONTEXTS), torch.device("cuda")), num_sms
+
+
+def measure(copy: float) -> Rows:
     """Measure decode and prefill and print a row for each."""
-    rows: list[dict[str, Any]] = []
+    pool, num_sms = new_pool()
+    rows: Rows = []
     decode = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, num_sms=num_sms)
     print(f"{decode}\n{'decode':16}{'rows':>14}{'µs':>9}{'GB/s':>8}{'% of copy':>11}{'error':>9}")
     for (shape, num_heads), (name, seq_lens) in itertools.product(NUM_HEADS.items(), decode_cases()):
@@ -217,13 +241,17 @@ def measure(pool: Pool, copy: float, num_sms: int) -> list[dict[str, Any]]:
         error = case.error(decode, seq_lens[0]) if equal else math.nan
         print(f"{shape:16}{name:>14}{us:9.2f}{gbps:8.0f}{100 * gbps / copy:11.1f}{error:9.4f}", flush=True)
         rows.append({"decode": name, "shape": shape, "us": us, "gbps": gbps, "share": gbps / copy})
-    _, long = prefill_configs(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
-    print(f"{long}\n{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'error':>9}")
+    short, long = prefill_configs(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
+    print(
+        f"{short}\n{long}\n"
+        f"{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'error':>9}"
+    )
     for (shape, num_heads), (num_rows, num_queries, num_cached) in itertools.product(
         NUM_HEADS.items(), PROMPTS
     ):
         prompt = Prefill(pool, num_heads, num_rows, num_queries, num_cached)
-        us = device_us(prompt.call(long), 1)
+        limit = few_tokens(long, num_heads=num_heads, num_kv_heads=NUM_KV_HEADS, num_sms=num_sms)
+        us = device_us(prompt.call(short if num_rows * num_queries < limit else long), 1)
         rates = {"paged": prompt.num_operations / us / 1e6}
         error = math.nan
         if not num_cached:
@@ -245,27 +273,82 @@ def measure(pool: Pool, copy: float, num_sms: int) -> list[dict[str, Any]]:
     return rows
 
 
-def tune(pool: Pool, num_sms: int) -> list[dict[str, Any]]:
-    """Time other ways to cut the work, on the heads of the first shape; print each case's best first."""
-    rows: list[dict[str, Any]] = []
-    num_heads = next(iter(NUM_HEADS.values()))
-    for batch in TUNED_BATCHES:
-        decode = Decode(pool, num_heads, [CONTEXTS[0]] * batch)
+def tuned_config(tile: Sequence[int], batch: int, num_splits: int) -> DecodeConfig:
+    """Return the way that cuts each of so many rows into so many splits."""
+    tile_len, num_warps, num_stages = tile
+    return DecodeConfig(
+        tile_len=tile_len,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        num_programs=batch * NUM_KV_HEADS * num_splits,
+        most_splits=max(itertools.chain.from_iterable(TUNED_SPLITS.values())),
+    )
+
+
+def compile_tile(way: tuple[str, int, tuple[int, ...]]) -> None:
+    """Launch decode or prefill once on one short row: (which, query heads, tile)."""
+    which, num_heads, tile = way
+    pool = Pool(4 * BLOCK_LEN, torch.device("cuda"))
+    try:
+        if which == "decode":
+            Decode(pool, num_heads, [BLOCK_LEN], num_inputs=1).call(tuned_config(tile, 1, 1))(0)
+        else:
+            Prefill(pool, num_heads, 1, BLOCK_LEN, 0).call(PrefillConfig(**prefill_sizes(tile)))(0)
+    except triton.OutOfResources:
+        pass  # said when it is timed
+
+
+def prefill_sizes(tile: Sequence[int]) -> dict[str, int]:
+    """Return what a tile of `PREFILL_TILES` means."""
+    return dict(zip(("tile_rows", "tile_len", "num_warps", "num_stages"), tile, strict=True))
+
+
+def tuned_decode_cases() -> Iterator[tuple[str, str, list[int]]]:
+    """Yield shape, name, and lengths of the rows."""
+    first, second = NUM_HEADS
+    for batch in TUNED_SPLITS:
+        yield first, f"{batch} x {CONTEXTS[0]}", [CONTEXTS[0]] * batch
+    yield first, f"1 x {CONTEXTS[1]}", [CONTEXTS[1]]
+    yield first, "64 x 1 … 2047", mixed_lengths(64)
+    for batch in (1, 8):
+        yield second, f"{batch} x {CONTEXTS[0]}", [CONTEXTS[0]] * batch
+
+
+def tune() -> Rows:
+    """Time other ways to cut the work; print each case's best first."""
+    first, second = NUM_HEADS.values()
+    compile_ahead(
+        compile_tile,
+        [
+            *(("prefill", first, tile) for tile in PREFILL_TILES),
+            *(("decode", num_heads, tile) for num_heads in (first, second) for tile in DECODE_TILES),
+        ],
+    )
+    pool, num_sms = new_pool()
+    chosen = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, num_sms=num_sms)
+    rows: Rows = []
+    for shape, name, seq_lens in tuned_decode_cases():
+        batch = len(seq_lens)
+        decode = Decode(pool, NUM_HEADS[shape], seq_lens)
         ways = {
-            f"tile {tile} warps {warps} stages {stages} programs {per_sm}/SM": decode.call(
-                DecodeConfig(tile_len=tile, num_warps=warps, num_stages=stages, num_programs=per_sm * num_sms)
+            f"tile {tile[0]} warps {tile[1]} stages {tile[2]} splits {num_splits}": decode.call(
+                tuned_config(tile, batch, num_splits)
             )
-            for (tile, warps, stages), per_sm in itertools.product(DECODE_TILES, PROGRAMS_PER_SM)
+            for tile, num_splits in itertools.product(DECODE_TILES, TUNED_SPLITS[batch])
         }
-        rows.append(rank(f"decode {batch} x {CONTEXTS[0]}", ways, decode.num_inputs))
-    for num_rows, num_queries, num_cached in PROMPTS[:2]:
-        prefill = Prefill(pool, num_heads, num_rows, num_queries, num_cached)
-        ways = {
-            f"rows {tile_rows} tile {tile} warps {warps} stages {stages}": prefill.call(
-                PrefillConfig(tile_rows=tile_rows, tile_len=tile, num_warps=warps, num_stages=stages)
+        splits = count_splits(batch, NUM_KV_HEADS, chosen)
+        ways[f"{chosen}: splits {splits}, chosen"] = decode.call(chosen)
+        rows.append(rank(f"decode {name} {shape}", ways, decode.num_inputs))
+    configs = prefill_configs(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
+    for num_rows, num_queries, num_cached in PROMPTS[:3]:
+        prefill = Prefill(pool, first, num_rows, num_queries, num_cached)
+        ways = {}
+        for tile in PREFILL_TILES:
+            config = PrefillConfig(**prefill_sizes(tile))
+            mark = ", chosen" if config in configs else ""
+            ways[f"rows {tile[0]} tile {tile[1]} warps {tile[2]} stages {tile[3]}{mark}"] = prefill.call(
+                config
             )
-            for tile_rows, tile, warps, stages in PREFILL_TILES
-        }
         rows.append(rank(f"prefill {num_rows} x {num_queries}", ways, 1))
     return rows
 
@@ -280,42 +363,23 @@ def rank(name: str, ways: dict[str, Call], num_inputs: int) -> dict[str, Any]:
             times[way] = math.inf
     ranked = sorted(times.items(), key=lambda item: item[1])
     print(name)
-    for way, us in ranked[:12]:
-        print(f"  {us:9.2f} µs  {way}", flush=True)
+    for place, (way, us) in enumerate(ranked):
+        if place < 12 or way.endswith("chosen"):
+            print(f"  {us:9.2f} µs  {way}", flush=True)
     return {"case": name, "us": dict(ranked)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="time other ways to cut the work")
-    parser.add_argument("--json", type=Path, help="file that gets the figures")
-    parser.add_argument("--label", default="", help="said in the file: commit, machine")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        sys.exit("there is no CUDA device")
-    began_s = time.perf_counter()
-    torch.manual_seed(0)
-    copy = copy_gbps()
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"copy {copy:.0f} GB/s"
+    run_benchmark(
+        arguments,
+        description=__doc__,
+        search_option="--tune",
+        search_help="time other ways to cut the work",
+        copy_gbps=copy_gbps,
+        measure=measure,
+        search=tune,
     )
-    pool = Pool(max(BATCHES) * max(CONTEXTS), torch.device("cuda"))
-    rows = tune(pool, num_sms) if options.tune else measure(pool, copy, num_sms)
-    print(f"{time.perf_counter() - began_s:.0f} s")
-    if options.json is not None:
-        content = {
-            "date": datetime.date.today().isoformat(),
-            "label": options.label,
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "copy_gbps": copy,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,25 +8,20 @@ a copy measured in the same run. The eager columns are wall time per call, launc
 `--sweep` instead times other tiles than the ones chosen.
 """
 
-import argparse
-import datetime
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from asyncserve.gpu.kernels import rms_norm, rotary, silu_mul
 from asyncserve.gpu.kv_cache import KVCache, token_rows
 from asyncserve.gpu.layers import mlp, norm
 from asyncserve.gpu.layers.rotary import Rotary, Rotation, rotate
 from asyncserve.kv_spec import FullAttention, KVGroup
+from loadtest.kernel_benchmark import run_benchmark
 
 DTYPE = torch.bfloat16
 BLOCK_LEN = 16
@@ -47,6 +42,7 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     has_qk_norm: bool
+    vocab_size: int
 
 
 SHAPES = (
@@ -58,6 +54,7 @@ SHAPES = (
         num_kv_heads=8,
         head_dim=128,
         has_qk_norm=False,
+        vocab_size=128256,
     ),
     Shape(
         name="qwen3-0.6b",
@@ -67,6 +64,7 @@ SHAPES = (
         num_kv_heads=8,
         head_dim=128,
         has_qk_norm=True,
+        vocab_size=151936,
     ),
 )
 
@@ -117,32 +115,25 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def norm_case(shape: Shape, num_tokens: int) -> Case:
-    """The residual added and the sum normalized."""
+    """Rows normalized."""
     size = shape.hidden_size
-    row_bytes = 2 * size
-    inputs = num_inputs(2 * num_tokens * row_bytes)
+    inputs = num_inputs(2 * num_tokens * size)
     hidden = [random(num_tokens, size) for _ in range(inputs)]
-    updates = [random(num_tokens, size) * 2**-8 for _ in range(inputs)]
     weight = random(size)
     gain, floor = norm.rms_norm_gain(weight), norm.rms_norm_floor(weight, EPS)
-
-    def composed(i: int) -> torch.Tensor:
-        hidden[i] += updates[i]
-        return norm.rms_norm(hidden[i], gain, floor)
-
     return Case(
         kernel="rms_norm",
         shape=shape.name,
         num_tokens=num_tokens,
-        num_bytes=(4 * num_tokens + 1) * row_bytes,
+        num_bytes=2 * (2 * num_tokens + 1) * size,
         num_inputs=inputs,
-        fused=lambda i: rms_norm.rms_norm(hidden[i], updates[i], weight, eps=EPS),
-        composed=composed,
+        fused=lambda i: rms_norm.rms_norm(hidden[i], weight, eps=EPS),
+        composed=lambda i: norm.rms_norm(hidden[i], gain, floor),
         tiles=[
             Tile(
                 f"{warps} warps",
                 lambda i, warps=warps: rms_norm.rms_norm(  # type: ignore[misc]
-                    hidden[i], updates[i], weight, eps=EPS, num_warps=warps
+                    hidden[i], weight, eps=EPS, num_warps=warps
                 ),
             )
             for warps in (2, 4, 8, 16)
@@ -373,32 +364,15 @@ def sweep() -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="time other tiles than the ones chosen")
-    parser.add_argument("--json", type=Path, help="file that gets the figures")
-    parser.add_argument("--label", default="", help="said in the file: commit, machine")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        sys.exit("there is no CUDA device")
-    began_s = time.perf_counter()
-    copy = copy_gbps()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"copy {copy:.0f} GB/s"
+    run_benchmark(
+        arguments,
+        description=__doc__,
+        search_option="--sweep",
+        search_help="time other tiles than the ones chosen",
+        copy_gbps=copy_gbps,
+        measure=measure,
+        search=sweep,
     )
-    rows = sweep() if options.sweep else measure(copy)
-    print(f"{time.perf_counter() - began_s:.0f} s")
-    if options.json is not None:
-        content = {
-            "date": datetime.date.today().isoformat(),
-            "label": options.label,
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "copy_gbps": round(copy, 1),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

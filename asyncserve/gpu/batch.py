@@ -20,6 +20,41 @@ from asyncserve.step import StepPlan
 
 
 @dataclass(slots=True, kw_only=True)
+class SampleRows:
+    """The rows that sample. Padding stands behind them.
+
+    Args:
+        slots: `[num_samples] int32`; -1 for padding.
+        positions: `[num_samples] int64`, absolute position that the row's next token will take.
+        write_back: `[num_samples] int64`, where in `SlotTable.history` the token goes; for padding the cell
+            that belongs to nobody.
+        result_row: `[1] int32`, the row of the ring of results that the step writes; None if its results are
+            copied out instead.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    write_back: torch.Tensor
+    result_row: torch.Tensor | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Padded:
+    """What a batch with room for more than the step's rows says of them, as in a captured graph.
+
+    Rows that are not there have no tokens and a `seq_lens` of 0; the tokens behind the last row's have slot
+    -1. The host knows no lengths, so what is launched follows from shapes and from this.
+
+    Args:
+        num_long_rows: Most rows behind the leading ones of one token.
+        first_long_row: `[1] int32`, the first of them.
+    """
+
+    num_long_rows: int
+    first_long_row: torch.Tensor
+
+
+@dataclass(slots=True, kw_only=True)
 class Batch:
     """One step, ready for the model. Rows stand in plan order: decode steps first, then prefill chunks.
 
@@ -34,9 +69,11 @@ class Batch:
         block_tables: per KV group `[num_rows, max_blocks] int32`. Behind the blocks of its `seq_lens` a
             shorter row shows those it holds for later tokens, then the null block 0.
         sample_tokens: `[num_samples] int64`, index into `num_tokens` of each sampling row's last token.
+        sample_rows: Where these rows' tokens come to stand.
         query_lens_host: per row, tokens computed this step (the same facts as `query_start`, on the host).
         seq_lens_host: per row, as `seq_lens`.
         num_decode_rows: How many leading rows compute a single token.
+        padded: None if the batch has just the step's rows. Otherwise the two tuples of the host are empty.
     """
 
     input_ids: torch.Tensor
@@ -46,9 +83,11 @@ class Batch:
     slot_mapping: tuple[torch.Tensor, ...]
     block_tables: tuple[torch.Tensor, ...]
     sample_tokens: torch.Tensor
+    sample_rows: SampleRows
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
     num_decode_rows: int
+    padded: Padded | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -57,13 +96,13 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Sequences in the step."""
-        return len(self.query_lens_host)
+        """Sequences in the step, padding included."""
+        return self.seq_lens.shape[0]
 
 
 def build_batch(
     plan: StepPlan, slots: SlotTable, block_tables: Sequence[BlockTable], staging: Staging
-) -> tuple[Batch, torch.Tensor]:
+) -> Batch:
     """Make the step's tensors from the plan and the persistent rows.
 
     The index arithmetic is done on the host in numpy, whose calls cost a fifth of torch's at these sizes.
@@ -73,10 +112,6 @@ def build_batch(
         slots: Where input ids are gathered from.
         block_tables: One per KV group.
         staging: Takes everything to the device in one copy.
-
-    Returns:
-        The batch, and where the sampled tokens are written back: `[num_samples] int64` for
-        `SlotTable.write`.
 
     Raises:
         InvariantError: A block table does not cover its row.
@@ -104,22 +139,26 @@ def build_batch(
             query_start.astype(np.int32),
             seq_lens.astype(np.int32),
             query_start[1:][sample_rows] - 1,
+            sample_slots.astype(np.int32),
+            seq_lens[sample_rows],
             slots.flat_indices(sample_slots, seq_lens[sample_rows]),
             *(table.slot_mapping(token_slots, positions) for table in block_tables),
             *(table.rows(row_slots, seq_lens) for table in block_tables),
         ]
     )
-    mapped = 6 + len(block_tables)
-    batch = Batch(
+    mapped = 8 + len(block_tables)
+    return Batch(
         input_ids=slots.gather(uploads[0]),
         positions=uploads[1],
         query_start=uploads[2],
         seq_lens=uploads[3],
-        slot_mapping=tuple(uploads[6:mapped]),
+        slot_mapping=tuple(uploads[8:mapped]),
         block_tables=tuple(uploads[mapped:]),
         sample_tokens=uploads[4],
+        sample_rows=SampleRows(
+            slots=uploads[5], positions=uploads[6], write_back=uploads[7], result_row=None
+        ),
         query_lens_host=tuple(query_lens.tolist()),
         seq_lens_host=tuple(seq_lens.tolist()),
         num_decode_rows=num_decode_rows,
     )
-    return batch, uploads[5]

@@ -1,8 +1,8 @@
 """Block tables of the running sequences, one table per KV group, and the slot mapping made from them.
 
-Takes the plan's appends, gives the step's rows. The tables are kept on the host: they are small, only the
-plan changes them, and the step's part travels with the other index arrays in the one packed copy. Changed
-only by `runner`, in plan order. Knows no reference counts: that is `loop/kv_pool.py`.
+Takes the plan's appends, gives the step's rows: whole, or what of them the device's own copy of the tables
+lacks. The tables are kept on the host, where only the plan changes them. Changed only by `runner`, in plan
+order. Knows no reference counts: that is `loop/kv_pool.py`.
 """
 
 from collections.abc import Sequence
@@ -38,6 +38,7 @@ class BlockTable:
         self.max_blocks = -(-(max_model_len + 1) // block_len)
         self._table = np.zeros((num_slots, self.max_blocks), dtype=np.int32)
         self._lens = np.zeros(num_slots, dtype=np.int64)
+        self._sent = np.zeros(num_slots, dtype=np.int64)
         self._first_unclean: dict[int, int] = {}
 
     def append(self, append: BlockAppend) -> None:
@@ -66,6 +67,7 @@ class BlockTable:
         """Empty a slot's table."""
         self._table[slot, : self._lens[slot]] = NULL_BLOCK
         self._lens[slot] = 0
+        self._sent[slot] = 0
         self._first_unclean.pop(slot, None)
 
     def take_unclean(self, sequences: Sequence[ScheduledSequence]) -> list[int]:
@@ -103,6 +105,37 @@ class BlockTable:
         if (num_blocks > self._lens[slots]).any():
             raise InvariantError(f"a table of group {self.group_id} is shorter than its sequence")
         return self._table[slots, : num_blocks.max()]
+
+    def unsent(
+        self, slots: Int64Array, seq_lens: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Int32Array]:
+        """Return what the device's tables of the step's rows lack; `mark_sent` when it is on its way.
+
+        Args:
+            slots: `[num_rows]`.
+            seq_lens: `[num_rows]`, tokens of each row once the step is done.
+
+        Returns:
+            Per row how many blocks the device has and how many it lacks, `[num_rows]` each, and the lacking
+            ones, row after row.
+
+        Raises:
+            InvariantError: A table does not cover its row's length.
+        """
+        lens = self._lens[slots]
+        if (lens * self.block_len < seq_lens).any():
+            raise InvariantError(f"a table of group {self.group_id} is shorter than its sequence")
+        sent = self._sent[slots]
+        counts = lens - sent
+        total = int(counts.sum())
+        if not total:
+            return sent, counts, np.empty(0, np.int32)
+        first = sent - (np.cumsum(counts) - counts)
+        return sent, counts, self._table[np.repeat(slots, counts), np.arange(total) + np.repeat(first, counts)]
+
+    def mark_sent(self, slots: Int64Array) -> None:
+        """Take note that the device's tables of these rows are complete."""
+        self._sent[slots] = self._lens[slots]
 
     def slot_mapping(self, slots: Int64Array, positions: Int64Array) -> Int64Array:
         """Return `block_id * block_len + offset` of each (slot, position), `[num]`."""

@@ -4,9 +4,11 @@ The only file that spells torch.cuda's stream API. A CPU has no streams: work is
 so its events are just moments. Knows no model, cache or plan.
 """
 
+import contextlib
+import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -82,6 +84,25 @@ class Device(Protocol):
             Host tensors, valid once the event was waited for, and the event.
         """
 
+    def graph_pool(self) -> object:
+        """Return memory for graphs that never run at the same time, so that they may share it."""
+
+    def capture(
+        self, launch: Callable[[], Sequence[torch.Tensor]], pool: object
+    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """Record what a function launches; what it was called for once before needs no compiler now.
+
+        Args:
+            launch: Returns tensors that each replay fills anew.
+            pool: Of `graph_pool`; what the function allocates comes from there.
+
+        Returns:
+            What replays it behind the work queued so far, and the tensors.
+
+        Raises:
+            RuntimeError: It does something that cannot be recorded, or the device has no graphs.
+        """
+
     def synchronize(self) -> None:
         """Wait for all work."""
 
@@ -155,6 +176,16 @@ class CpuDevice:
     def copy_out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
         """Return the sources themselves: they are on the host and complete."""
         return list(sources), CpuEvent()
+
+    def graph_pool(self) -> object:
+        """Return nothing: there are no graphs."""
+        return None
+
+    def capture(
+        self, launch: Callable[[], Sequence[torch.Tensor]], pool: object
+    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """Refuse: there is nothing to gain."""
+        raise RuntimeError("a CPU has no graphs")
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -247,6 +278,32 @@ class CudaDevice:
                 copy.copy_(source, non_blocking=True)
                 copies.append(copy)
         return copies, CudaEvent(self._copy)
+
+    def graph_pool(self) -> object:
+        """Return a handle of the allocator's."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(
+        self, launch: Callable[[], Sequence[torch.Tensor]], pool: object
+    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """Capture on the main stream; other threads may wait for events meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        # A kernel's module that the collector unloads in between would end the capture.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                outputs = launch()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the capture is void, the first error is what counts
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph.replay, outputs
 
     def synchronize(self) -> None:
         """Wait for all streams of the GPU."""

@@ -1,13 +1,14 @@
 """The executor: one thread that owns the device, fed through a first-in first-out inbox.
 
 Takes `StepPlan`s from the event loop and gives `StepOutput`s through futures; everything that touches the
-device (startup included) runs on its thread. The border where errors of torch become errors of ours.
-Knows no scheduling and no request.
+device (startup included) runs on its thread, and so does the capturing of graphs while no step waits. The
+border where errors of torch become errors of ours. Knows no scheduling and no request.
 """
 
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -27,6 +28,9 @@ from asyncserve.step import ExecutorInfo, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
+_CAPTURE_PAUSE_S = 1.0
+"""Time between two captures while sequences run: each holds up the next step for tens of milliseconds."""
+
 _Job = tuple[StepPlan, "asyncio.Future[StepOutput]"]
 
 
@@ -44,6 +48,8 @@ class ThreadExecutor:
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
         self._is_started = False
+        self._graphs_pending = 0
+        self._next_capture_s = 0.0
         self._is_stopping = False
 
     async def start(self) -> ExecutorInfo:
@@ -86,6 +92,11 @@ class ThreadExecutor:
             self._inbox.put((plan, future))
         return future
 
+    @property
+    def graphs_pending(self) -> int:
+        """CUDA graphs that are captured when no step waits."""
+        return self._graphs_pending
+
     async def stop(self) -> None:
         """Finish the step that runs, fail the ones that wait, end the thread. Idempotent."""
         if not self._is_stopping:
@@ -115,6 +126,7 @@ class ThreadExecutor:
             call_on_loop(loop, lambda: None if started.done() else started.set_exception(failure))
         else:
             completions = CompletionQueue(runner.device, loop)
+            self._graphs_pending = runner.graphs_pending
             call_on_loop(loop, lambda: None if started.done() else started.set_result(info))
             self._run_steps(runner, completions)
             self._fail_waiting(completions)
@@ -122,7 +134,7 @@ class ThreadExecutor:
         call_on_loop(loop, lambda: None if ended.done() else ended.set_result(None))
 
     def _run_steps(self, runner: ModelRunner, completions: CompletionQueue) -> None:
-        while not self._is_stopping and (job := self._inbox.get()) is not None:
+        while not self._is_stopping and (job := self._next_job(runner)) is not None:
             plan, future = job
             if self._is_stopping:
                 completions.deliver(_stopped_before(plan), future)
@@ -132,6 +144,24 @@ class ThreadExecutor:
             except Exception as error:  # the top of a thread: any failure is this step's alone
                 logger.exception("step %d failed", plan.step_id)
                 completions.deliver(step_failed(plan.step_id, error), future)
+
+    def _next_job(self, runner: ModelRunner) -> _Job | None:
+        """Return the next step, and capture graphs while there is none."""
+        while runner.graphs_pending and not self._is_stopping:
+            now_s = time.monotonic()
+            is_due = not runner.num_occupied or now_s >= self._next_capture_s
+            try:
+                if is_due:
+                    job = self._inbox.get_nowait()
+                else:
+                    job = self._inbox.get(timeout=self._next_capture_s - now_s)
+            except Empty:
+                runner.capture_next()
+                self._graphs_pending = runner.graphs_pending
+                self._next_capture_s = time.monotonic() + _CAPTURE_PAUSE_S
+            else:
+                return job
+        return self._inbox.get()
 
     def _fail_waiting(self, completions: CompletionQueue) -> None:
         while True:

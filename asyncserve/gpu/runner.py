@@ -7,9 +7,12 @@ plan and one call at a named point. Runs on the device thread. Knows no request,
 Invariants:
 * rows change in plan order: releases, admissions, block appends, then the step;
 * these changes are made even if the step then fails, so that the plans queued behind it stay valid;
-* a position is attended only after the block that holds it was written or zeroed since it was handed out.
+* a position is attended only after it was written since its block was handed out, unless the backend reads
+  what is unwritten: then the block is zeroed first;
+* what depends on lengths is on the device, so a step of a captured size is replayed and not launched anew.
 """
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -17,15 +20,17 @@ import numpy as np
 import torch
 
 from asyncserve.gpu.attention.interface import AttentionBackend, StepAttention
-from asyncserve.gpu.batch import Batch, build_batch
+from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import Device, Event
+from asyncserve.gpu.graphs import GraphPool, StepGraph
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.sampling.sampler import Sampler
 from asyncserve.gpu.slots import SlotTable
-from asyncserve.gpu.staging import Staging
+from asyncserve.gpu.staging import ResultRing, Staging
+from asyncserve.gpu.step_inputs import DeviceInputs, HostInputs, StepInputs, StepSize
 from asyncserve.kv_spec import KVGroup
 from asyncserve.request import TokenLogprobs
 from asyncserve.step import StepOutput, StepPlan
@@ -45,6 +50,9 @@ class ModelRunner:
         sampler: With as many slots as `num_slots`.
         num_slots: Most sequences at once.
         max_model_len: Most tokens of a sequence.
+        makes_inputs_on_device: Whether kernels make a step's inputs. Needs a backend that reads nothing
+            unwritten.
+        graph_sizes: Steps to capture as graphs when `capture_next` is called; needs the former.
 
     Attributes:
         device: As given.
@@ -60,6 +68,8 @@ class ModelRunner:
         sampler: Sampler,
         num_slots: int,
         max_model_len: int,
+        makes_inputs_on_device: bool = False,
+        graph_sizes: Sequence[StepSize] = (),
     ) -> None:
         self._model = model
         self.device = device
@@ -78,12 +88,37 @@ class ModelRunner:
             )
             for group in kv_cache.groups
         ]
+        self._inputs: StepInputs = HostInputs(self._slots, self._block_tables, self._staging)
+        self._results: ResultRing | None = None
+        if makes_inputs_on_device:
+            assert not attention.reads_unwritten, "the device's tables end where a sequence ends"
+            self._inputs = DeviceInputs(self._slots, self._block_tables, self._staging, device)
+            self._results = ResultRing(device, num_slots=num_slots)
+        self._graphs = GraphPool(graph_sizes, self._capture)
+        self._graph_memory = device.graph_pool()
+        self._graph_rows = max((size.num_rows for size in graph_sizes), default=0)
+        self._graph_logits: torch.Tensor | None = None
         self._last_end: Event | None = None
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         """The KV groups that plans may speak of."""
         return self._kv_cache.groups
+
+    @property
+    def num_occupied(self) -> int:
+        """Slots that belong to a sequence."""
+        return self._slots.num_occupied
+
+    @property
+    def graphs_pending(self) -> int:
+        """Graphs that are to be captured still."""
+        return self._graphs.num_pending
+
+    def capture_next(self) -> None:
+        """Capture one graph more, the largest that is left; steps may be in flight."""
+        with torch.inference_mode():
+            self._graphs.capture_next()
 
     def run(self, plan: StepPlan) -> PendingOutput:
         """Launch one step.
@@ -107,41 +142,75 @@ class ModelRunner:
             output = StepOutput(step_id=plan.step_id, token_ids=())
             event = self.device.record_event()
             return PendingOutput(step_id=plan.step_id, event=event, sources=(), finish=lambda: output)
-        batch, write_back = build_batch(plan, self._slots, self._block_tables, self._staging)
-        planned = self._attention.plan(batch, self._kv_cache)
+        sampled = [
+            (sequence.slot, sequence.start + sequence.num_tokens)
+            for sequence in plan.sequences
+            if sequence.samples
+        ]
+        slots = [slot for slot, _ in sampled]
+        result_row = self._results.take_row() if self._results is not None else 0
+        graph = self._find_graph(plan, num_samples=len(slots))
+        if graph is not None and not self._inputs.take(plan, graph.size, result_row=result_row):
+            graph = None
+        if graph is None:
+            self._inputs.take(plan, result_row=result_row)
         start = self.device.record_event()
         prepared_s = time.perf_counter()
 
-        hidden = self._model.forward(batch, StepAttention(self._attention, batch, self._kv_cache, planned))
-        prompt_logprobs = self._score_prompts(plan, batch, hidden) if self._slots.num_prompt_logprobs else {}
+        prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = {}
+        logits: torch.Tensor | None = None
+        if graph is not None:
+            graph.forward()
+            self._inputs.settle()
+            rows, logits = graph.rows, graph.logits[: len(slots)]
+        else:
+            batch = self._inputs.batch()
+            self._inputs.settle()
+            hidden = self._forward(batch)
+            if self._slots.num_prompt_logprobs:
+                prompt_logprobs = self._score_prompts(plan, batch, hidden)
+            rows = batch.sample_rows
+            if slots:
+                logits = self._model.logits(hidden.index_select(0, batch.sample_tokens))
+
+        copies: Sequence[torch.Tensor] = ()
         sources: list[torch.Tensor] = []
-        slots: list[int] = []
         logprobs = None
-        if batch.sample_tokens.shape[0]:
-            rows = [
-                (sequence.slot, sequence.start + sequence.num_tokens)
-                for sequence in plan.sequences
-                if sequence.samples
-            ]
-            slots = [slot for slot, _ in rows]
-            logits = self._model.logits(hidden.index_select(0, batch.sample_tokens))
-            sampled = self._sampler.sample(logits, slots, [position for _, position in rows], self._slots)
-            self._slots.write(write_back, sampled.token_ids)
-            self._sampler.record(slots, sampled.token_ids)
-            sources.append(sampled.token_ids)
-            logprobs = sampled.logprobs
-        end = self.device.record_event()
-        copies, copied = self.device.copy_out(sources)
-        if copies:
+        is_plain = self._results is not None and self._sampler.is_plain(slots)
+        if logits is not None and is_plain:
+            truncates = self._sampler.truncates(slots)
+            if graph is None:
+                self._choose(logits, rows, truncates=truncates)
+            elif truncates:
+                graph.choose_truncated()
+            else:
+                graph.choose()
+        elif logits is not None:
+            positions = [position for _, position in sampled]
+            chosen = self._sampler.sample(logits, slots, positions, self._slots)
+            self._slots.write(rows.write_back[: len(slots)], chosen.token_ids)
+            self._sampler.record(slots, chosen.token_ids)
+            sources.append(chosen.token_ids)
+            logprobs = chosen.logprobs
+        copied = end = self.device.record_event()
+        if sources:
+            copies, copied = self.device.copy_out(sources)
             self._sampler.expect(slots, copies[0], copied)
         launched_s = time.perf_counter() if self.device.is_async else prepared_s
         last_end, self._last_end = self._last_end, end
+        results = self._results
 
         def finish() -> StepOutput:
             idle_s = start.seconds_since(last_end) if was_running and last_end is not None else 0.0
+            token_ids: Sequence[int] = ()
+            if copies:
+                token_ids = copies[0].tolist()
+            elif slots:
+                assert results is not None
+                token_ids = results.tokens(result_row, len(slots))
             return StepOutput(
                 step_id=plan.step_id,
-                token_ids=copies[0].tolist() if copies else (),
+                token_ids=token_ids,
                 logprobs=dict(logprobs) if logprobs is not None else {},
                 prompt_logprobs=prompt_logprobs,
                 device_s=end.seconds_since(start),
@@ -150,6 +219,66 @@ class ModelRunner:
             )
 
         return PendingOutput(step_id=plan.step_id, event=copied, sources=sources, finish=finish)
+
+    def _find_graph(self, plan: StepPlan, *, num_samples: int) -> StepGraph | None:
+        if self._slots.num_prompt_logprobs:  # needs the hidden states of every token
+            return None
+        num_rows, num_tokens = len(plan.sequences), plan.num_tokens
+        num_long = next((num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens > 1), 0)
+        size = StepSize(num_rows=num_rows, num_tokens=num_tokens, num_long_rows=num_long)
+        return self._graphs.find(size, is_decode=num_rows == num_tokens == num_samples)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Run the layers; `[num_tokens, hidden]`."""
+        planned = self._attention.plan(batch, self._kv_cache)
+        return self._model.forward(batch, StepAttention(self._attention, batch, self._kv_cache, planned))
+
+    def _choose(self, logits: torch.Tensor, rows: SampleRows, *, truncates: bool) -> None:
+        assert self._results is not None
+        self._sampler.choose(logits, rows, self._slots.history, self._results.memory, truncates=truncates)
+
+    def _capture(self, size: StepSize) -> StepGraph:
+        """Capture a step of padding, which writes nothing that belongs to a sequence."""
+        assert isinstance(self._inputs, DeviceInputs)
+        self._inputs.take_nothing(size)
+        captured: list[Batch] = []
+
+        def forward() -> Sequence[torch.Tensor]:
+            batch = self._inputs.batch(size)
+            captured[:] = [batch]
+            hidden = self._forward(batch)
+            if size.num_long_rows:
+                hidden = hidden.index_select(0, batch.sample_tokens)
+            out = None if self._graph_logits is None else self._graph_logits[: size.num_rows]
+            logits = self._model.logits(hidden, out=out)
+            rows = batch.sample_rows
+            return logits, rows.slots, rows.positions, rows.write_back
+
+        # Once without a graph: what is compiled or allocated the first time may not be while capturing.
+        logits, *_ = forward()
+        if self._graph_logits is None:
+            self._graph_logits = logits.new_empty(self._graph_rows, logits.shape[1])
+        for truncates in (False, True):
+            self._choose(logits, captured[0].sample_rows, truncates=truncates)
+        replay_forward, (logits, *_) = self.device.capture(forward, self._graph_memory)
+        rows = captured[0].sample_rows
+
+        def choose(*, truncates: bool) -> Sequence[torch.Tensor]:
+            self._choose(logits, rows, truncates=truncates)
+            return ()
+
+        choose_plain, choose_truncated = (
+            self.device.capture(functools.partial(choose, truncates=truncates), self._graph_memory)[0]
+            for truncates in (False, True)
+        )
+        return StepGraph(
+            size=size,
+            forward=replay_forward,
+            choose=choose_plain,
+            choose_truncated=choose_truncated,
+            logits=logits,
+            rows=rows,
+        )
 
     def _update_rows(self, plan: StepPlan) -> bool:
         """Apply releases, admissions and appends; return whether sequences were running before the plan."""
@@ -163,9 +292,10 @@ class ModelRunner:
             self._slots.admit(plan.admitted, self._staging)
             for assignment in plan.admitted:
                 self._sampler.admit(assignment)
+            self._sampler.upload()
         for append in plan.block_appends:
             self._block_tables[append.group_id].append(append)
-        for table in self._block_tables:
+        for table in self._block_tables if self._attention.reads_unwritten else ():
             unclean = table.take_unclean(plan.sequences)
             if unclean:
                 (block_ids,) = self._staging.upload([np.array(unclean, dtype=np.int64)])
@@ -190,7 +320,7 @@ class ModelRunner:
                 for chunk in range(first, stop, max_rows):
                     chunk_stop = min(chunk + max_rows, stop)
                     row = begin + chunk - first
-                    logits = self._model.logits(hidden[row : row + chunk_stop - chunk])
+                    logits = self._model.logits(hidden[row : row + chunk_stop - chunk]).float()
                     targets = self._slots.tokens(slot, chunk, chunk_stop).to(torch.int64)
                     entries += self._sampler.prompt_logprobs(logits, targets, num_logprobs)
                 if entries:

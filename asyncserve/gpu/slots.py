@@ -41,10 +41,12 @@ class SlotTable:
         # Zeros and not garbage: after a failed step the one queued behind it gathers tokens that were never
         # written, and its results are dropped, but it must not index outside the vocabulary.
         if device.is_async:
-            self._tokens = torch.zeros(num_slots * self.width, dtype=torch.int32, device=device.torch_device)
+            self.history = torch.zeros(
+                num_slots * self.width + 1, dtype=torch.int32, device=device.torch_device
+            )
         else:
             # numpy's zeros are not resident until written: most rows stay short.
-            self._tokens = torch.from_numpy(np.zeros(num_slots * self.width, dtype=np.int32))
+            self.history = torch.from_numpy(np.zeros(num_slots * self.width + 1, dtype=np.int32))
 
     @property
     def num_occupied(self) -> int:
@@ -71,7 +73,7 @@ class SlotTable:
         uploads = staging.upload([np.array(assignment.token_ids, np.int32) for assignment in assignments])
         for assignment, token_ids in zip(assignments, uploads, strict=True):
             begin = assignment.slot * self.width
-            self._tokens[begin : begin + len(token_ids)].copy_(token_ids)
+            self.history[begin : begin + len(token_ids)].copy_(token_ids)
 
     def release(self, slot: int) -> None:
         """Take a slot back.
@@ -91,7 +93,7 @@ class SlotTable:
 
     def gather(self, indices: torch.Tensor) -> torch.Tensor:
         """Return tokens at `indices` `[num] int64`, as `[num] int32`."""
-        return self._tokens.index_select(0, indices)
+        return self.history.index_select(0, indices)
 
     def write(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store sampled `token_ids` `[num] int64` at `indices` `[num] int64`.
@@ -99,9 +101,9 @@ class SlotTable:
         What stands for none (`BAD_LOGITS`, `NO_TOKEN`) is stored as token 0: the step queued behind reads it,
         and its result is dropped.
         """
-        self._tokens.index_copy_(0, indices, token_ids.clamp_min(0).to(torch.int32))
+        self.history.index_copy_(0, indices, token_ids.clamp_min(0).to(torch.int32))
 
     def tokens(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """Return a slot's tokens at positions `start … stop - 1`, `[stop - start] int32`, a view."""
         begin = slot * self.width
-        return self._tokens[begin + start : begin + stop]
+        return self.history[begin + start : begin + stop]

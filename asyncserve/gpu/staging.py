@@ -1,4 +1,4 @@
-"""One packed host-to-device copy per step.
+"""One packed host-to-device copy per step, and the ring through which its tokens come back.
 
 Takes the step's small index arrays (numpy), gives tensors on the device. On a GPU they travel together
 through one of a few pinned buffers used in rotation, as deep as the steps in flight, so the host never
@@ -53,12 +53,30 @@ class Staging:
         for array, offset in zip(arrays, offsets, strict=True):
             host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         packed = buffer[:num_bytes].to(self._device.torch_device, non_blocking=True)
-        self._copied[self._next] = self._device.record_event()
-        self._next = (self._next + 1) % len(self._buffers)
+        self._note_copy()
         return [
             packed[offset : offset + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
             for array, offset in zip(arrays, offsets, strict=True)
         ]
+
+    def fill(self, target: torch.Tensor, values: Int32Array) -> None:
+        """Copy the values to the beginning of a device tensor, behind the work queued so far.
+
+        Args:
+            target: `[≥ num] int32`.
+            values: `[num]`; may be changed when this returns.
+        """
+        if not self._device.is_async:
+            target[: len(values)].copy_(torch.from_numpy(values))
+            return
+        buffer = self._free_buffer(values.nbytes)
+        buffer.numpy()[: values.nbytes] = values.view(np.uint8)
+        target[: len(values)].view(torch.uint8).copy_(buffer[: values.nbytes], non_blocking=True)
+        self._note_copy()
+
+    def _note_copy(self) -> None:
+        self._copied[self._next] = self._device.record_event()
+        self._next = (self._next + 1) % len(self._buffers)
 
     def _free_buffer(self, num_bytes: int) -> torch.Tensor:
         copied = self._copied[self._next]
@@ -72,3 +90,35 @@ class Staging:
             )
             self._buffers[self._next] = buffer
         return buffer
+
+
+class ResultRing:
+    """Host memory that the last kernel of a step writes its tokens to, a row per step in flight and more.
+
+    The kernel writes over the bus itself, so there is no copy to queue: when the step's event is reached the
+    tokens are here.
+
+    Args:
+        device: Which writes.
+        num_slots: Most tokens of a step.
+        depth: Rows: more than the steps that may be launched and not yet read.
+
+    Attributes:
+        memory: `[depth, num_slots] int64`, memory the device can write to.
+    """
+
+    def __init__(self, device: Device, *, num_slots: int, depth: int = 8) -> None:
+        self.memory = device.host_buffer(depth * num_slots * 8).view(torch.int64).view(depth, num_slots)
+        self._host: Int64Array = self.memory.numpy()
+        self._next = 0
+
+    def take_row(self) -> int:
+        """Return the row for the next step."""
+        row = self._next
+        self._next = (row + 1) % len(self._host)
+        return row
+
+    def tokens(self, row: int, num: int) -> list[int]:
+        """Return the first tokens of a row, once the step's event was waited for."""
+        tokens: list[int] = self._host[row, :num].tolist()
+        return tokens

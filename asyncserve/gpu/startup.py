@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,14 @@ from asyncserve.checkpoint import Checkpoint
 from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory
 from asyncserve.gpu.attention.registry import load_attention
 from asyncserve.gpu.device import Device, open_device
+from asyncserve.gpu.graphs import decode_sizes, mixed_sizes
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.layers.rotary import read_rope_parameters
 from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.models.registry import load_model_class
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.gpu.sampling.sampler import Sampler
+from asyncserve.gpu.step_inputs import StepSize
 from asyncserve.gpu.weights import initialize_dummy, read_weights
 from asyncserve.kv_spec import DTYPE_BYTES, KVGroup, KVSpec
 from asyncserve.request import SamplingParams
@@ -37,6 +39,9 @@ _MIB = 1024 * 1024
 _CPU_KV_BYTES = 768 * _MIB
 _DEFAULT_CONTEXT_LEN = 2048
 """For a configuration that does not say what the model was trained for."""
+
+_NODES_BYTES = 2 * _MIB
+"""What the driver keeps of a captured step beside its tensors."""
 
 _DUMMY_BLOCK = 1
 """Where the sequences of profile and warm-up keep everything; block 0 is the null block."""
@@ -57,6 +62,8 @@ def start_runner(
     kv_cache_memory_bytes: int | None = None,
     num_gpu_blocks_override: int | None = None,
     attention_backend: str = "auto",
+    enforce_eager: bool = False,
+    graph_sizes: Sequence[int] = (),
     num_threads: int | None = None,
     seed: int = 0,
     async_scheduling: bool = True,
@@ -80,6 +87,8 @@ def start_runner(
         kv_cache_memory_bytes: Size of the KV cache instead of measuring what is left.
         num_gpu_blocks_override: Number of KV blocks, the null block included, instead of computing it.
         attention_backend: auto or a key of the attention registry.
+        enforce_eager: Whether no CUDA graphs are captured.
+        graph_sizes: Rows of the decode steps to capture; empty for the usual ones.
         num_threads: Threads of CPU kernels; None for the cores this process may use.
         seed: Of dummy weights.
         async_scheduling: Whether a second step may be submitted while one runs.
@@ -137,6 +146,11 @@ def start_runner(
     groups = group_layers(model.kv_specs(block_len=block_len, dtype=kv_dtype))
     attention = load_attention(attention_backend, groups, opened.torch_device)
 
+    on_device = is_gpu and not attention.reads_unwritten
+    sizes: list[StepSize] = []
+    if on_device and not enforce_eager:
+        sizes = decode_sizes(num_slots, graph_sizes or None) + mixed_sizes(num_slots, token_budget)
+
     def make_runner(sized: tuple[KVGroup, ...], model_len: int) -> ModelRunner:
         return ModelRunner(
             model=model,
@@ -146,11 +160,13 @@ def start_runner(
             sampler=Sampler(num_slots, model.vocab_size, model_len, opened.torch_device),
             num_slots=num_slots,
             max_model_len=model_len,
+            makes_inputs_on_device=on_device,
+            graph_sizes=sizes,
         )
 
-    activation_bytes = 0
+    activation_bytes = graph_bytes = 0
     if is_gpu and kv_cache_memory_bytes is None and num_gpu_blocks_override is None:
-        activation_bytes = profile(
+        activation_bytes, graph_bytes = profile(
             make_runner,
             groups,
             opened,
@@ -165,6 +181,7 @@ def start_runner(
         utilization=gpu_memory_utilization,
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
+        graph_bytes=graph_bytes,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks_override=num_gpu_blocks_override,
     )
@@ -184,13 +201,15 @@ def start_runner(
     )
     memory = opened.memory()
     logger.info(
-        "ready on %s in %.1f s: weights %.0f MiB (%s), activations %s, KV cache %.0f MiB (%s) = %d blocks "
-        "of %d tokens, for sequences of up to %d; %.0f of %.0f MiB free",
+        "ready on %s in %.1f s: weights %.0f MiB (%s), activations and rows %s, %d graphs %s, KV cache "
+        "%.0f MiB (%s) = %d blocks of %d tokens, for sequences of up to %d; %.0f of %.0f MiB free",
         opened.name,
         time.perf_counter() - began_s,
         weights_bytes / _MIB,
         dtype,
         f"{activation_bytes / _MIB:.0f} MiB" if activation_bytes else "not measured",
+        len(sizes),
+        f"{graph_bytes / _MIB:.0f} MiB" if graph_bytes else "not measured",
         num_blocks * _bytes_per_block(groups) / _MIB,
         reason,
         num_blocks - 1,
@@ -275,6 +294,7 @@ def size_pool(
     utilization: float,
     weights_bytes: int,
     activation_bytes: int,
+    graph_bytes: int,
     kv_cache_memory_bytes: int | None,
     num_blocks_override: int | None,
 ) -> tuple[int, str]:
@@ -287,6 +307,7 @@ def size_pool(
         utilization: Share of a GPU's memory the server may use.
         weights_bytes: Of the model.
         activation_bytes: What a full step needs besides weights and cache.
+        graph_bytes: What graphs that are captured later will need.
         kv_cache_memory_bytes: Asked size.
         num_blocks_override: Asked number.
 
@@ -322,10 +343,11 @@ def size_pool(
     if device.is_async:
         if not 0 < utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {utilization}; it must lie in (0, 1]")
-        budget = int(utilization * memory.total_bytes) - weights_bytes - activation_bytes
+        others = activation_bytes + graph_bytes
+        budget = int(utilization * memory.total_bytes) - weights_bytes - others
         # Another process may hold a part of the GPU.
-        room = min(budget, memory.free_bytes - activation_bytes)
-        reason = f"{utilization:.0%} of the GPU less weights and activations"
+        room = min(budget, memory.free_bytes - others)
+        reason = f"{utilization:.0%} of the GPU less all that"
         advice = (
             "raise --gpu-memory-utilization, or lower --max-model-len, --max-num-batched-tokens or "
             "--max-num-seqs"
@@ -401,10 +423,13 @@ def profile(
     num_slots: int,
     token_budget: int,
     model_len: int,
-) -> int:
+) -> tuple[int, int]:
     """Run the largest steps there can be over a tiny cache; return what they need besides weights and cache.
 
     What the runner keeps for good (token history, sampler state) counts too: it is there beside the cache.
+
+    Returns:
+        Bytes of activations and persistent rows, and of the CUDA graphs.
     """
     block_len = groups[0].spec.block_len
     before_bytes = device.allocated_bytes()
@@ -430,9 +455,18 @@ def profile(
     device.synchronize()
     cache_bytes = (_DUMMY_BLOCK + 1) * _bytes_per_block(groups)
     activation_bytes = device.peak_bytes() - before_bytes - cache_bytes
+    graph_bytes = 0
+    if runner.graphs_pending:
+        device.empty_cache()
+        free_bytes = device.memory().free_bytes
+        # The largest is the first; the others find their memory in its pool, but for their nodes.
+        runner.capture_next()
+        device.synchronize()
+        device.empty_cache()
+        graph_bytes = free_bytes - device.memory().free_bytes + runner.graphs_pending * _NODES_BYTES
     del runner
     device.empty_cache()
-    return max(0, activation_bytes)
+    return max(0, activation_bytes), max(0, graph_bytes)
 
 
 def _warm_up(runner: ModelRunner, *, block_len: int, model_len: int) -> None:

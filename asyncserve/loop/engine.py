@@ -363,6 +363,7 @@ class Engine:
         statistics = EngineStatistics(last_progress_s=self._clock())
         if self._pipeline is not None:
             self._pipeline.fill_statistics(statistics)
+            statistics.graphs_pending = self._executor.graphs_pending
         return statistics
 
     def check(self) -> None:

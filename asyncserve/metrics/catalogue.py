@@ -270,6 +270,7 @@ METRICS: tuple[MetricDefinition, ...] = (
         Source.OBSERVER,
     ),
     _gauge("unapplied_steps", "steps", "Steps submitted to the device whose results are not applied yet."),
+    _gauge("graphs_pending", "graphs", "CUDA graphs that are captured when the device is idle next."),
     # The event loop.
     _histogram("loop_lag_seconds", "seconds", "How late the event loop ran a timer.", SHORT_BUCKETS),
     _gauge("channel_depth", "items", "Items waiting in a channel between two stages.", ("channel",)),

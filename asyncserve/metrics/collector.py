@@ -46,6 +46,7 @@ class EngineCollector(Collector):
         num_free = now.num_blocks - num_used - num_cached
         yield self._gauge("kv_blocks", {("used",): num_used, ("cached",): num_cached, ("free",): num_free})
         yield self._gauge("unapplied_steps", {(): now.num_unapplied_steps})
+        yield self._gauge("graphs_pending", {(): now.graphs_pending})
         yield self._gauge("channel_depth", {(channel.name,): channel.depth for channel in now.channels})
         yield self._gauge("channel_peak", {(channel.name,): channel.peak for channel in now.channels})
         yield self._counter("prefix_cache_queries_total", now.prefix_cache_queries)

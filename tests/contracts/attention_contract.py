@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from asyncserve.gpu.attention.interface import AttentionBackend, AttentionLayer, StepAttention
-from asyncserve.gpu.batch import Batch
+from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import FullAttention, KVGroup
 
@@ -170,6 +170,12 @@ class Simulation:
             query_lens_host=tuple(query_lens),
             seq_lens_host=tuple(seq_lens),
             num_decode_rows=num_decode_rows,
+            sample_rows=SampleRows(
+                slots=int32([0] * len(rows)),
+                positions=int64(seq_lens),
+                write_back=int64([0] * len(rows)),
+                result_row=None,
+            ),
         )
 
     def _oracle(
@@ -318,6 +324,17 @@ class AttentionContract:
         simulation.step([(first, 5), (second, 2)])
         simulation.step([(first, 1), (second, 1)])
         simulation.step([(first, 2), (second, 3)])
+
+    def test_what_an_earlier_owner_left_in_a_block_does_not_spread_unless_it_is_said_to(self) -> None:
+        simulation = self.simulate(Shape(head_dim=24))
+        if simulation.backend.reads_unwritten:
+            pytest.skip("somebody zeroes what it reads")
+        for tensor in (*simulation.kv_cache.keys, *simulation.kv_cache.values):
+            tensor[:] = torch.nan
+        first, second = simulation.add_sequence(), simulation.add_sequence()
+        simulation.step([(first, 5), (second, 2)])
+        simulation.step([(first, 1), (second, 1)])
+        simulation.step([(first, 1), (second, 9)])
 
     def test_nothing_but_the_steps_positions_is_written(self) -> None:
         simulation = self.simulate(Shape())

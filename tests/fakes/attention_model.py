@@ -79,9 +79,9 @@ class AttentionModel(nn.Module):
             hidden = hidden + attention.run(layer, q, k, v)
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply by the output matrix."""
-        return (hidden @ self.output).float()
+        return torch.mm(hidden, self.output, out=out)
 
 
 def small_runner(

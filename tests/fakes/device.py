@@ -6,7 +6,7 @@ thread, packed copies, rotation of buffers) is run, and a result read too early 
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -103,6 +103,22 @@ class FakeDevice:
         if not self.holds:
             self.finish()
         return copies, event
+
+    def graph_pool(self) -> object:
+        """Return nothing."""
+        return None
+
+    def capture(
+        self, launch: Callable[[], Sequence[torch.Tensor]], pool: object
+    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """Run the function, and again at each replay, into the tensors that it returned first."""
+        outputs = launch()
+
+        def replay() -> None:
+            for output, fresh in zip(outputs, launch(), strict=True):
+                output.copy_(fresh)
+
+        return replay, outputs
 
     def finish(self) -> None:
         """Let the device get to the end of what was queued."""

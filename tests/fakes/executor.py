@@ -325,6 +325,11 @@ class FakeExecutor:
             loop.call_soon(self._finish_unless_held)
         return future
 
+    @property
+    def graphs_pending(self) -> int:
+        """None."""
+        return 0
+
     async def stop(self) -> None:
         """Fail the steps that wait."""
         self.is_stopped = True

@@ -32,8 +32,8 @@ def batch_of(rows: list[tuple[int, int, int, bool]], device: Device) -> tuple[Ba
         for group_id, table in enumerate(tables):
             table.append(BlockAppend(group_id, slot, BLOCKS[group_id][slot]))
     plan = StepPlan(step_id=0, sequences=tuple(ScheduledSequence(*row) for row in rows))
-    batch, write_back = build_batch(plan, slots, tables, staging)
-    return batch, write_back.tolist()
+    batch = build_batch(plan, slots, tables, staging)
+    return batch, batch.sample_rows.write_back.tolist()
 
 
 @pytest.mark.parametrize("device", [CpuDevice(num_threads=1), FakeDevice()])

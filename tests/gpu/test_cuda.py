@@ -150,7 +150,7 @@ def test_no_mix_of_rows_takes_more_memory_than_the_profile_found() -> None:
         )[0]
 
     groups = group_layers(AttentionModel({}).kv_specs(block_len=4, dtype="float32"))
-    found = profile(
+    found, _ = profile(
         make_runner, groups, device, num_slots=num_slots, token_budget=2048, model_len=longest + 1
     )
     before_bytes = device.allocated_bytes()

@@ -26,10 +26,10 @@ class _FailingModel(AttentionModel):
 
     fails = False
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.fails:
             raise RuntimeError("the device said no")
-        return super().logits(hidden)
+        return super().logits(hidden, out=out)
 
 
 class _GatedDevice:
@@ -106,6 +106,65 @@ async def test_step_that_runs_while_stopping_finishes_and_the_one_behind_it_does
     answers = await asyncio.gather(running, waiting, return_exceptions=True)
     assert isinstance(answers[1], EngineStopped)
     assert first.step_id == 0
+
+
+async def test_graphs_are_captured_while_no_step_waits_and_every_step_is_answered() -> None:
+    order: list[str] = []
+    captured = threading.Event()
+
+    class CapturingRunner(ModelRunner):
+        num_left = 3
+
+        @property
+        def graphs_pending(self) -> int:
+            return self.num_left
+
+        def capture_next(self) -> None:
+            self.num_left -= 1
+            order.append("capture")
+            if not self.num_left:
+                captured.set()
+
+        def run(self, plan: StepPlan) -> PendingOutput:
+            order.append("step")
+            return super().run(plan)
+
+    executor = ThreadExecutor(lambda: small_runner(num_slots=2, runner_class=CapturingRunner))
+    writer = PlanWriter(await executor.start())
+    await asyncio.to_thread(captured.wait)
+    await executor.submit(writer.admit(0))
+    await executor.submit(writer.decode(0))
+    assert executor.graphs_pending == 0
+    await executor.stop()
+    assert order == ["capture"] * 3 + ["step"] * 2
+
+
+async def test_a_step_that_waits_goes_before_the_capture_of_a_graph() -> None:
+    order: list[str] = []
+
+    class CapturingRunner(ModelRunner):
+        @property
+        def graphs_pending(self) -> int:
+            return 1
+
+        def capture_next(self) -> None:
+            order.append("capture")
+
+        def run(self, plan: StepPlan) -> PendingOutput:
+            if plan.step_id == 0:
+                may_run.wait()
+            order.append(f"step {plan.step_id}")
+            return super().run(plan)
+
+    may_run = threading.Event()
+    executor = ThreadExecutor(lambda: small_runner(num_slots=2, runner_class=CapturingRunner))
+    writer = PlanWriter(await executor.start())
+    assert executor.graphs_pending == 1
+    steps = [executor.submit(writer.admit(0)), executor.submit(writer.decode(0))]
+    may_run.set()
+    await asyncio.gather(*steps)
+    await executor.stop()
+    assert order[order.index("step 0") : order.index("step 1") + 1] == ["step 0", "step 1"]
 
 
 async def test_submit_before_start_is_refused() -> None:

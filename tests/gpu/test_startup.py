@@ -50,6 +50,7 @@ def size(device: CpuDevice | FakeDevice, **options: Any) -> tuple[int, str]:
         "utilization": 0.9,
         "weights_bytes": 0,
         "activation_bytes": 0,
+        "graph_bytes": 0,
         "kv_cache_memory_bytes": None,
         "num_blocks_override": None,
     }
@@ -95,6 +96,7 @@ def test_cpu_makes_room_for_one_sequence_of_the_asked_length_where_it_can() -> N
 def test_gpu_takes_its_share_less_weights_and_activations() -> None:
     gpu = FakeDevice(memory=MemoryInfo(free_bytes=800 * MIB, total_bytes=1000 * MIB))
     assert size(gpu, weights_bytes=200 * MIB, activation_bytes=100 * MIB)[0] == 600
+    assert size(gpu, weights_bytes=200 * MIB, activation_bytes=60 * MIB, graph_bytes=40 * MIB)[0] == 600
 
 
 def test_gpu_takes_no_more_than_other_processes_left() -> None:

@@ -25,6 +25,7 @@ def test_values_are_those_of_the_engine() -> None:
             prefix_cache_queries=1000,
             prefix_cache_hits=400,
             num_preemptions=7,
+            graphs_pending=9,
             channels=[ChannelStatistics("arrivals", 4, 8, 6), ChannelStatistics("deltas", 0, 8, 1)],
         )
     )
@@ -36,6 +37,7 @@ def test_values_are_those_of_the_engine() -> None:
         "prefix_cache_queries_total": 1000,
         "prefix_cache_hits_total": 400,
         "num_preemptions_total": 7,
+        "graphs_pending": 9,
     }
     assert {name: value_of(registry, name) for name in expected} == expected
     blocks = {sample.labels["state"]: sample.value for sample in samples_of(registry, "kv_blocks")}

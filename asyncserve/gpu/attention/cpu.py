@@ -92,6 +92,7 @@ class CPUAttention:
     """The backend. Its only state is scratch memory; it serves one step at a time."""
 
     name = "cpu"
+    reads_unwritten = True
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}

@@ -38,9 +38,16 @@ class AttentionLayer:
 
 
 class AttentionBackend(Protocol):
-    """One way to do paged attention."""
+    """One way to do paged attention.
+
+    Attributes:
+        name: Its own.
+        reads_unwritten: Whether it multiplies what lies in a sequence's blocks where nothing was written
+            since they were handed out (by zero, but zero times NaN is NaN), so that somebody must zero it.
+    """
 
     name: str
+    reads_unwritten: bool
 
     def supports(self, spec: KVSpec, device: torch.device) -> str | None:
         """Return None if it can serve such a cache on such a device, else the reason why not."""
@@ -82,7 +89,7 @@ class LayerCache(NamedTuple):
         keys: `[num_blocks, num_kv_heads, block_len, head_dim]`, contiguous.
         values: As `keys`.
         slot_mapping: `[num_tokens] int64`, `block_id * block_len + offset`; -1 is padding, which the layer
-            does not write. No batch has any yet, and `StepAttention.run` takes none.
+            does not write. Only a padded batch has any, and `StepAttention.run` takes none.
     """
 
     keys: torch.Tensor

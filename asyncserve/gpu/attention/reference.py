@@ -88,6 +88,7 @@ class ReferenceAttention:
     """
 
     name = "reference"
+    reads_unwritten = True
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
-"""Paged attention by the Triton kernels: decode rows in one launch or two, the other rows in one.
+"""Paged attention by the Triton kernels: one launch for the rows of one token, one for those of several.
 
-Rows of one token go to `kernels/paged_decode.py`, those of several to `kernels/paged_prefill.py`; both read
-everything, the step's own K and V included, from the cache. Lengths, tables and where rows begin are read on
-the device; the host knows the numbers of rows and the longest of them, and waits for nothing. Needs a CUDA
-device; in Triton's interpreter, which is for tests, it takes tensors of a CPU.
+The first go to `kernels/paged_decode.py`, the others to `kernels/paged_prefill.py`; both read everything, the
+step's own K and V included, from the cache. Lengths, tables and where rows begin are read on the device. What
+is launched follows from shapes and, unless the batch is padded, from how many rows lead with one token; the
+host waits for nothing, so a CUDA graph can hold it. Needs a CUDA device; in Triton's interpreter, which is
+for tests, it takes tensors of a CPU.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,14 @@ import torch
 
 from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.batch import Batch
-from asyncserve.gpu.kernels.paged_decode import DecodeConfig, decode_config, new_scratch, paged_decode
-from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_configs
+from asyncserve.gpu.kernels.paged_decode import (
+    DecodeConfig,
+    Scratch,
+    decode_config,
+    new_scratch,
+    paged_decode,
+)
+from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, few_tokens, paged_prefill, prefill_configs
 from asyncserve.gpu.kernels.paging import IS_INTERPRETED, shared_bytes
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import KVSpec
@@ -25,19 +32,23 @@ _LEAST_CAPABILITY = (8, 0)
 _INTERPRETED_SMS = 1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What one step needs.
+    """What is launched in one step.
 
     Args:
-        num_decode_rows: Leading rows of one token.
-        num_prefill_rows: The other rows.
-        longest_query: Most tokens of one of these.
+        num_decode_rows: Of the decode kernel, from the first row on.
+        num_prefill_rows: Of the prefill kernel, at most.
+        first_prefill_row: The first of these; on the device if the host does not know.
+        first_prefill_token: Theirs are not before it.
+        is_mixed: Whether both kernels look for their rows among the same ones.
     """
 
     num_decode_rows: int
     num_prefill_rows: int
-    longest_query: int
+    first_prefill_row: int | torch.Tensor
+    first_prefill_token: int
+    is_mixed: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,16 +57,18 @@ class _Kind:
 
     Args:
         decode: How decode rows are cut.
-        scratch: Of `new_scratch`. One for all layers: they run one after the other.
-        short_prefill: How rows of few queries are cut.
-        long_prefill: How the others are.
+        scratch: One for all layers: they run one after the other.
+        short_prefill: How the other rows of a step are cut if they have few tokens.
+        long_prefill: And if they have many.
+        few_tokens: Fewer than this are few.
         is_warm: Whether both have run.
     """
 
     decode: DecodeConfig
-    scratch: tuple[torch.Tensor, torch.Tensor]
+    scratch: Scratch
     short_prefill: PrefillConfig
     long_prefill: PrefillConfig
+    few_tokens: int
     is_warm: bool = False
 
 
@@ -68,6 +81,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    reads_unwritten = False
 
     def __init__(self, *, decode: DecodeConfig | None = None, prefill: PrefillConfig | None = None) -> None:
         self._decode = decode
@@ -88,12 +102,23 @@ class TritonAttention:
         return None
 
     def plan(self, batch: Batch, kv_cache: KVCache) -> _Step:
-        """Count the step's rows; nothing is launched."""
+        """Say which rows each kernel is launched for; nothing is launched."""
+        if batch.padded is not None:
+            num_long = batch.padded.num_long_rows
+            return _Step(
+                num_decode_rows=batch.num_rows,
+                num_prefill_rows=num_long,
+                first_prefill_row=batch.padded.first_long_row,
+                first_prefill_token=0,
+                is_mixed=num_long > 0,
+            )
         num_decode = batch.num_decode_rows
         return _Step(
             num_decode_rows=num_decode,
             num_prefill_rows=batch.num_rows - num_decode,
-            longest_query=max(batch.query_lens_host[num_decode:], default=0),
+            first_prefill_row=num_decode,
+            first_prefill_token=num_decode,
+            is_mixed=False,
         )
 
     def run(
@@ -115,10 +140,9 @@ class TritonAttention:
             q = q.contiguous()
         kind = self._kind(layer, q, keys)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        num_decode = planned.num_decode_rows
-        if num_decode:
+        if planned.num_decode_rows:
             paged_decode(
-                q[:num_decode],
+                q,
                 keys,
                 values,
                 block_table,
@@ -127,13 +151,14 @@ class TritonAttention:
                 scale=layer.scale,
                 scratch=kind.scratch,
                 config=kind.decode,
+                num_rows=planned.num_decode_rows,
+                query_start=batch.query_start if planned.is_mixed else None,
                 window_len=layer.window_len,
             )
         if planned.num_prefill_rows:
-            group_len = layer.num_heads // layer.num_kv_heads
-            is_short = planned.longest_query * group_len <= kind.short_prefill.tile_rows
-            configs = [kind.short_prefill if is_short else kind.long_prefill]
-            if not kind.is_warm:
+            num_tokens = q.shape[0] - planned.first_prefill_token
+            configs = [kind.short_prefill if num_tokens < kind.few_tokens else kind.long_prefill]
+            if not kind.is_warm and batch.padded is None:
                 # Both are compiled at the first chance, at start-up, and not in the middle of serving.
                 configs = [kind.short_prefill, kind.long_prefill]
                 kind.is_warm = True
@@ -147,10 +172,11 @@ class TritonAttention:
                     batch.query_start,
                     out,
                     scale=layer.scale,
-                    first_row=num_decode,
+                    first_row=planned.first_prefill_row,
                     num_rows=planned.num_prefill_rows,
-                    first_token=num_decode,
+                    first_token=planned.first_prefill_token,
                     config=config,
+                    skips_single=planned.is_mixed,
                     window_len=layer.window_len,
                 )
         return out.view(q.shape[0], -1)
@@ -174,6 +200,7 @@ class TritonAttention:
             short, long = prefill_configs(
                 head_dim=layer.head_dim, dtype=wider, shared_bytes=shared_bytes(q.device)
             )
+            short, long = self._prefill or short, self._prefill or long
             kind = _Kind(
                 decode=decode,
                 scratch=new_scratch(
@@ -183,8 +210,11 @@ class TritonAttention:
                     config=decode,
                     device=q.device,
                 ),
-                short_prefill=self._prefill or short,
-                long_prefill=self._prefill or long,
+                short_prefill=short,
+                long_prefill=long,
+                few_tokens=few_tokens(
+                    long, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads, num_sms=num_sms
+                ),
             )
             self._kinds[key] = kind
         return kind

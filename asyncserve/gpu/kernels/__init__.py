@@ -3,7 +3,8 @@
 paging.py         what the paged attention kernels share
 paged_decode.py   attention of rows of one token
 paged_prefill.py  attention of rows of several tokens
-rms_norm.py       RMSNorm, with the residual
+rms_norm.py       RMSNorm
 rotary.py         rotary positions, QK-norm and the KV cache write
 silu_mul.py       the gate of an MLP
+small_linear.py   products of a few tokens, with what comes before and after them
 """

@@ -1,22 +1,28 @@
 """Decode attention over a paged KV cache: one query token a row, reading every K and V once.
 
-A program takes one row, one KV head and one split of the row's positions. The query heads that share the KV
-head fill the M side of the products; a tile of positions gathers its pages by the block table, so its length
-has nothing to do with the page's. Several splits of a row leave partial results, which a second kernel joins;
-one split writes the output itself. Launches depend on the number of rows alone, lengths are read on the
-device and splits without positions leave at once, so that a CUDA graph can hold a decode step.
+A program takes one row, one KV head and one split of the row's positions: every so many tiles one, so that
+where its first tile is does not depend on the row's length. The query heads that share the KV head fill the M
+side of the products; a tile gathers its pages by the block table, so its length has nothing to do with the
+page's. Splits of a row leave partial results, and the one that comes last joins them; one split alone writes
+the output itself. Launches depend on the number of rows alone, lengths are read on the device and splits
+without positions leave at once, so that a CUDA graph can hold a step.
 Plain torch beside it: `gpu/attention/reference.py`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from asyncserve.gpu.kernels.paging import LOG2_E, product_dtype, softcapped
+from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+from asyncserve.gpu.kernels.paging import LOG2_E, load_blocks, load_tile, product_dtype, softcapped
 
-_MAX_SPLITS = 32
+_MOST_JOINED = 8 * 1024
+_MOST_JOINED_PER_WARP = 4 * 1024
+"""Values of partial results loaded at once, 32 KiB: as many as a multiprocessor has in flight of one program.
+They take half a thread's registers at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +35,28 @@ class DecodeConfig:
         num_stages: Tiles in flight, the one being computed included.
         num_programs: Programs at which splitting rows further gains nothing; a few times what the device
             runs at once, so that rows of unequal length even out.
+        most_splits: Into how many a row is cut at most: who joins them reads all their results alone.
     """
 
     tile_len: int
     num_warps: int
     num_stages: int
     num_programs: int
+    most_splits: int = 32
+
+
+class Scratch(NamedTuple):
+    """What splits of a row leave for the one that joins them.
+
+    Args:
+        partials: `[num, head_dim] float32`, outputs.
+        logsumexps: `[num] float32`.
+        arrived: `[num] int32`, how many splits of a row and KV head are done; zeros between launches.
+    """
+
+    partials: torch.Tensor
+    logsumexps: torch.Tensor
+    arrived: torch.Tensor
 
 
 def decode_config(*, head_dim: int, dtype: torch.dtype, num_sms: int) -> DecodeConfig:
@@ -53,24 +75,24 @@ def decode_config(*, head_dim: int, dtype: torch.dtype, num_sms: int) -> DecodeC
 
 
 def count_splits(num_rows: int, num_kv_heads: int, config: DecodeConfig) -> int:
-    """Return into how many splits each row is cut; a power of two, so that few numbers occur."""
+    """Return into how many splits each row is cut."""
     wanted = config.num_programs // max(1, num_rows * num_kv_heads)
-    return min(_MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
+    return max(1, min(config.most_splits, wanted))
 
 
 def new_scratch(
     *, num_heads: int, num_kv_heads: int, head_dim: int, config: DecodeConfig, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Scratch:
     """Return memory for the partial results of any number of rows.
 
     Rows are only split while all programs together are at most `config.num_programs`, hence the bound.
-
-    Returns:
-        Outputs `[num, head_dim] float32` and log-sum-exp `[num] float32`, for `paged_decode`.
     """
-    num_partials = triton.cdiv(config.num_programs, num_kv_heads) * num_heads
-    partials = torch.empty(num_partials, head_dim, dtype=torch.float32, device=device)
-    return partials, torch.empty(num_partials, dtype=torch.float32, device=device)
+    num_partials = config.num_programs * (num_heads // num_kv_heads)
+    return Scratch(
+        partials=torch.empty(num_partials, head_dim, dtype=torch.float32, device=device),
+        logsumexps=torch.empty(num_partials, dtype=torch.float32, device=device),
+        arrived=torch.zeros(config.num_programs, dtype=torch.int32, device=device),
+    )
 
 
 def paged_decode(
@@ -82,8 +104,10 @@ def paged_decode(
     out: torch.Tensor,
     *,
     scale: float,
-    scratch: tuple[torch.Tensor, torch.Tensor],
+    scratch: Scratch,
     config: DecodeConfig,
+    num_rows: int | None = None,
+    query_start: torch.Tensor | None = None,
     window_len: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -91,39 +115,47 @@ def paged_decode(
     """Attend with one query token a row.
 
     Args:
-        q: `[num_rows, num_heads, head_dim]`; rows and heads at any distance, elements side by side.
+        q: `[num_tokens, num_heads, head_dim]`; tokens and heads at any distance, elements side by side.
         keys: `[num_blocks, num_kv_heads, block_len, head_dim]`, contiguous.
         values: As `keys`.
         block_table: `[≥ num_rows, max_blocks] int32`, rows at any distance.
         seq_lens: `[≥ num_rows] int32`, the query token included; a row of length 0 gets zeros.
-        out: `[≥ num_rows, num_heads, head_dim]`, contiguous; the first `num_rows` are written.
+        out: `[≥ num_tokens, num_heads, head_dim]`, contiguous; where a served row's token is, it is written.
         scale: Factor on the scores.
-        scratch: Of `new_scratch`; nobody else may use it until the kernels have run.
+        scratch: Of `new_scratch`; nobody else may use it until the kernel has run.
         config: How the work is cut.
+        num_rows: How many to serve; None for as many as `q` has tokens.
+        query_start: `[≥ num_rows + 1] int32`, where each row's tokens begin; rows that do not have exactly
+            one are left alone. None: token i is the one of row i.
         window_len: Positions a query sees, itself included; None for all.
         softcap: A score s becomes softcap * tanh(s / softcap); None leaves it.
         sinks: `[num_heads] float32`, a score of each head that takes probability and gives no value.
     """
-    num_rows, num_heads, head_dim = q.shape
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows = num_tokens if num_rows is None else num_rows
     num_kv_heads, block_len = keys.shape[1:3]
     group_len = num_heads // num_kv_heads
     num_splits = count_splits(num_rows, num_kv_heads, config)
-    partials, logsumexps = scratch
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    joined_heads = triton.next_power_of_2(group_len)
+    most_joined = min(_MOST_JOINED, _MOST_JOINED_PER_WARP * config.num_warps)
+    join_len = min(config.most_splits, max(1, most_joined // (joined_heads * padded_dim)))
     _decode_kernel[(num_kv_heads, num_rows, num_splits)](
         q,
         keys,
         values,
         block_table,
         seq_lens,
+        seq_lens if query_start is None else query_start,
         out,
-        partials,
-        logsumexps,
+        *scratch,
         sinks,
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,
         q.stride(0),
         q.stride(1),
         block_table.stride(0),
+        block_table.shape[1] - 1,
         num_splits,
         KV_HEADS=num_kv_heads,
         GROUP_LEN=group_len,
@@ -132,42 +164,41 @@ def paged_decode(
         WINDOW_LEN=window_len or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
-        PADDED_GROUP=max(16, triton.next_power_of_2(group_len)),
-        PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
+        HAS_QUERY_START=query_start is not None,
+        PADDED_GROUP=max(16, joined_heads),
+        PADDED_DIM=padded_dim,
         TILE_LEN=config.tile_len,
         DOT_DTYPE=product_dtype(q.dtype),
+        JOINED_HEADS=joined_heads,
+        JOIN_LEN=1 << (join_len.bit_length() - 1),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch_options(),
     )
-    if num_splits > 1:
-        _join_splits_kernel[(num_heads, num_rows)](
-            partials,
-            logsumexps,
-            out,
-            num_splits,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=triton.next_power_of_2(head_dim),
-            MAX_SPLITS=_MAX_SPLITS,
-            num_warps=4,
-        )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+@triton.jit(
+    do_not_specialize=["table_stride", "last_column", "num_splits"],
+    do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_start_ptr"],
+)
 def _decode_kernel(
     q_ptr: tl.tensor,
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
     table_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     logsumexp_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
     sink_ptr: tl.tensor,
     scale_log2: tl.tensor,
     softcap_log2: tl.tensor,
-    q_row_stride: tl.tensor,
+    q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
     table_stride: tl.tensor,
+    last_column: tl.tensor,
     num_splits: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP_LEN: tl.constexpr,
@@ -176,36 +207,55 @@ def _decode_kernel(
     WINDOW_LEN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_QUERY_START: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TILE_LEN: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    JOINED_HEADS: tl.constexpr,
+    JOIN_LEN: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    tile = tl.arange(0, TILE_LEN)
+    step = num_splits * TILE_LEN
 
-    in_group = tl.arange(0, PADDED_GROUP)
-    is_head = in_group < GROUP_LEN
-    heads = kv_head * GROUP_LEN + in_group
-    out_heads = row * (KV_HEADS * GROUP_LEN) + heads
-    elements = tl.arange(0, PADDED_DIM)
-    is_element = elements < HEAD_DIM
-
+    wait_for_previous(USE_PDL)
+    let_next_begin(USE_PDL)
     seq_len = tl.load(seq_lens_ptr + row)
+    token = row
+    is_idle = False
+    if HAS_QUERY_START:
+        token = tl.load(query_start_ptr + row).to(tl.int64)
+        is_idle = tl.load(query_start_ptr + row + 1) - token != 1
     begin = seq_len * 0
     if WINDOW_LEN > 0:
         # Rounded down to a tile, so the tiles of a row lie on its pages.
         begin = tl.maximum(seq_len - WINDOW_LEN, 0) // TILE_LEN * TILE_LEN
-    split_len = tl.cdiv(tl.cdiv(seq_len - begin, TILE_LEN), num_splits) * TILE_LEN
-    first = begin + split * split_len
-    end = tl.minimum(seq_len, first + split_len)
-    if (split > 0) & (first >= seq_len):
-        tl.store(logsumexp_ptr + out_heads * num_splits + split, -float("inf"), mask=is_head)
+        positions = begin + split * TILE_LEN + tile
+    else:
+        # Does not wait for the length; behind the end a table shows blocks that are not loaded.
+        positions = split * TILE_LEN + tile
+    row_table_ptr = table_ptr + row * table_stride
+    blocks = load_blocks(row_table_ptr, positions, last_column, BLOCK_LEN)
+    second_blocks = load_blocks(row_table_ptr, positions + step, last_column, BLOCK_LEN)
+
+    num_tiles = tl.cdiv(seq_len - begin, TILE_LEN)
+    # A row of length 0 is one split, too: its zeros are written.
+    num_used = tl.maximum(tl.minimum(num_tiles, num_splits), 1)
+    if is_idle | (split >= num_used):
         return
 
-    q_at = q_ptr + row * q_row_stride + heads[:, None] * q_head_stride + elements[None, :]
-    q = tl.load(q_at, mask=is_head[:, None] & is_element[None, :], other=0.0)
+    in_group = tl.arange(0, PADDED_GROUP)
+    is_head = in_group < GROUP_LEN
+    heads = kv_head * GROUP_LEN + in_group
+    elements = tl.arange(0, PADDED_DIM)
+    is_element = elements < HEAD_DIM
+    mask = is_head[:, None] & is_element[None, :]
+    q_at = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride + elements[None, :]
+    q = tl.load(q_at, mask=mask, other=0.0)
     highest = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     total = tl.zeros([PADDED_GROUP], tl.float32)
     if HAS_SINKS:  # noqa: SIM102 - decided at compile time, the other at run time
@@ -214,25 +264,15 @@ def _decode_kernel(
             total += 1.0
     weighted = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
 
-    row_table_ptr = table_ptr + row * table_stride
-    # A row of length 0 has no page; what it loads of its table is not used.
-    last_page = tl.maximum(seq_len - 1, 0) // BLOCK_LEN
-    tile = tl.arange(0, TILE_LEN)
-    # Positions behind the end are taken to lie in the last page: every block is one of the sequence's own, so
-    # no load of K or V needs a mask. What lies there is finite (see `kv_cache.py`) and its score is masked.
-    blocks = tl.load(row_table_ptr + tl.minimum((first + tile) // BLOCK_LEN, last_page))
-    for start in range(first, end, TILE_LEN):
-        positions = start + tile
-        cells = (blocks.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_LEN + positions % BLOCK_LEN
-        # A tile early: a load that waits for another would not be in flight several tiles ahead.
-        blocks = tl.load(row_table_ptr + tl.minimum((positions + TILE_LEN) // BLOCK_LEN, last_page))
-        at = cells[:, None] * HEAD_DIM + elements[None, :]
-        if PADDED_DIM == HEAD_DIM:
-            k = tl.load(key_ptr + at)
-            v = tl.load(value_ptr + at)
-        else:
-            k = tl.load(key_ptr + at, mask=is_element[None, :], other=0.0)
-            v = tl.load(value_ptr + at, mask=is_element[None, :], other=0.0)
+    for number in range(tl.cdiv(num_tiles - split, num_splits)):
+        k, v = load_tile(
+            key_ptr, value_ptr, blocks, positions, seq_len, kv_head,
+            KV_HEADS, HEAD_DIM, BLOCK_LEN, PADDED_DIM, True,
+        )  # fmt: skip
+        # Those of the second tile are known, so that it is loaded right behind the first.
+        blocks = load_blocks(
+            row_table_ptr, positions + step, last_column, BLOCK_LEN, number > 0, second_blocks
+        )
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k.to(q.dtype).to(DOT_DTYPE)), input_precision="ieee")
         scores = dots * scale_log2
         if HAS_SOFTCAP:
@@ -250,46 +290,73 @@ def _decode_kernel(
         weights = weights.to(q.dtype).to(DOT_DTYPE)
         weighted = tl.dot(weights, v.to(q.dtype).to(DOT_DTYPE), weighted, input_precision="ieee")
         highest = higher
+        positions += step
 
-    mask = is_head[:, None] & is_element[None, :]
     # Nothing was seen only by a row of length 0.
-    is_empty = total == 0.0
-    safe_total = tl.where(is_empty, 1.0, total)
-    attended = weighted / safe_total[:, None]
-    if num_splits == 1:
-        out_at = out_ptr + out_heads[:, None] * HEAD_DIM + elements[None, :]
-        tl.store(out_at, attended.to(out_ptr.dtype.element_ty), mask=mask)
+    total = tl.where(total == 0.0, 1.0, total)
+    attended = weighted / total[:, None]
+    out_head_ptr = out_ptr + (token * KV_HEADS + kv_head) * (GROUP_LEN * HEAD_DIM)
+    if num_used == 1:
+        out_at = in_group[:, None] * HEAD_DIM + elements[None, :]
+        tl.store(out_head_ptr + out_at, attended.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        partials = out_heads * num_splits + split
+        pair = row * KV_HEADS + kv_head
+        partials = (pair * num_splits + split) * GROUP_LEN + in_group
         tl.store(partial_ptr + partials[:, None] * HEAD_DIM + elements[None, :], attended, mask=mask)
-        logsumexp = tl.where(is_empty, -float("inf"), highest + tl.log2(safe_total))
-        tl.store(logsumexp_ptr + partials, logsumexp, mask=is_head)
+        tl.store(logsumexp_ptr + partials, highest + tl.log2(total), mask=is_head)
+        # All threads have stored before one of them says so; whoever is told that all have, sees it.
+        tl.debug_barrier()
+        num_arrived = tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel", scope="gpu")
+        if num_arrived == num_used - 1:
+            tl.store(arrived_ptr + pair, 0)
+            joined = _join(
+                partial_ptr + pair * num_splits * (GROUP_LEN * HEAD_DIM),
+                logsumexp_ptr + pair * num_splits * GROUP_LEN,
+                num_used, GROUP_LEN, HEAD_DIM, JOINED_HEADS, PADDED_DIM, JOIN_LEN,
+            )  # fmt: skip
+            joined_heads = tl.arange(0, JOINED_HEADS)
+            tl.store(
+                out_head_ptr + joined_heads[:, None] * HEAD_DIM + elements[None, :],
+                joined.to(out_ptr.dtype.element_ty),
+                mask=(joined_heads < GROUP_LEN)[:, None] & is_element[None, :],
+            )
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _join_splits_kernel(
+@triton.jit
+def _join(
     partial_ptr: tl.tensor,
     logsumexp_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_splits: tl.tensor,
+    num_used: tl.tensor,
+    GROUP_LEN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    JOINED_HEADS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-) -> None:
-    out_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    splits = tl.arange(0, MAX_SPLITS)
-    partials = out_head * num_splits + splits
-    logsumexp = tl.load(logsumexp_ptr + partials, mask=splits < num_splits, other=-float("inf"))
-    has_any = logsumexp > -float("inf")
-    highest = tl.max(logsumexp, 0)
-    weights = tl.exp2(logsumexp - tl.where(highest > -float("inf"), highest, 0.0))
-    total = tl.sum(weights, 0)
+    JOIN_LEN: tl.constexpr,
+) -> tl.tensor:
+    """Return `[JOINED_HEADS, PADDED_DIM] float32`: what the splits of one row and KV head left, as one."""
+    heads = tl.arange(0, JOINED_HEADS)
     elements = tl.arange(0, PADDED_DIM)
-    is_element = elements < HEAD_DIM
-    attended = tl.load(
-        partial_ptr + partials[:, None] * HEAD_DIM + elements[None, :],
-        mask=has_any[:, None] & is_element[None, :],
-        other=0.0,
-    )
-    joined = tl.sum(attended * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + out_head * HEAD_DIM + elements, joined.to(out_ptr.dtype.element_ty), mask=is_element)
+    highest = tl.full([JOINED_HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([JOINED_HEADS], tl.float32)
+    joined = tl.zeros([JOINED_HEADS, PADDED_DIM], tl.float32)
+    for first in range(0, num_used, JOIN_LEN):
+        splits = first + tl.arange(0, JOIN_LEN)
+        partials = splits[:, None] * GROUP_LEN + heads[None, :]
+        exists = (splits < num_used)[:, None] & (heads < GROUP_LEN)[None, :]
+        # Not from the L1 cache: other multiprocessors wrote them, perhaps where this one read before.
+        logsumexps = tl.load(logsumexp_ptr + partials, mask=exists, other=-float("inf"), cache_modifier=".cg")
+        attended = tl.load(
+            partial_ptr + partials[:, :, None] * HEAD_DIM + elements[None, None, :],
+            mask=exists[:, :, None] & (elements < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(highest, tl.max(logsumexps, 0))
+        # Nothing stands for a head that pads.
+        base = tl.where(higher > -float("inf"), higher, 0.0)
+        shrink = tl.exp2(highest - base)
+        weights = tl.exp2(logsumexps - base[None, :])
+        total = total * shrink + tl.sum(weights, 0)
+        joined = joined * shrink[:, None] + tl.sum(attended * weights[:, :, None], 0)
+        highest = higher
+    return joined / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -1,8 +1,10 @@
-"""What the paged attention kernels share: soft-capped scores, the base of their logarithms, dtypes, memory.
+"""What the paged attention kernels share: loads of pages, capped scores, logarithms, dtypes, memory.
 
 Scores are kept in base 2, so that softmax is exp2: a scale, a cap and a sink are multiplied by log2(e). The
 cache is `[num_blocks, num_kv_heads, block_len, head_dim]`; a *cell* is one position of one of its heads,
 `(block * num_kv_heads + head) * block_len + offset`, in int64, because a cache can have over 2**31 elements.
+Nothing is loaded of positions that no query of a program sees: what an earlier owner left there is not known
+to be finite.
 """
 
 import torch
@@ -10,6 +12,80 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def load_blocks(
+    table_ptr: tl.tensor,
+    positions: tl.tensor,
+    last_column: tl.tensor,
+    BLOCK_LEN: tl.constexpr,
+    mask: tl.tensor | None = None,
+    known: tl.tensor | None = None,
+) -> tl.tensor:
+    """Return the blocks in which a row's positions lie; behind the end of its table, the last one's.
+
+    Kernels ask for them a tile before they load the tile itself: a load that waits for another would not be
+    in flight several tiles ahead. (Two tiles before, and Triton would have nothing in flight at all: what a
+    loop carries may be one iteration old.)
+
+    Args:
+        table_ptr: The row's blocks, int32.
+        positions: `[len] int32`.
+        last_column: Of the table.
+        BLOCK_LEN: Positions per block.
+        mask: Whether to load them; None: yes.
+        known: What they are, else.
+    """
+    return tl.load(table_ptr + tl.minimum(positions // BLOCK_LEN, last_column), mask=mask, other=known)
+
+
+@triton.jit
+def load_tile(
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    blocks: tl.tensor,
+    positions: tl.tensor,
+    end: tl.tensor,
+    kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_LEN: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    HAS_END: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return K and V of some positions, `[len, PADDED_DIM]` each; zeros where there is nothing.
+
+    Args:
+        key_ptr: The cache's K.
+        value_ptr: The cache's V.
+        blocks: `[len] int32`, of `load_blocks`.
+        positions: `[len] int32`.
+        end: Positions from here on are not loaded, if HAS_END; they may be in blocks of anybody.
+        kv_head: Which head.
+        KV_HEADS: How many a block has.
+        HEAD_DIM: Elements per head.
+        BLOCK_LEN: Positions per block.
+        PADDED_DIM: The power of two from HEAD_DIM on.
+        HAS_END: Whether some position may lie behind the end.
+    """
+    elements = tl.arange(0, PADDED_DIM)
+    cells = (blocks.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_LEN + positions % BLOCK_LEN
+    at = cells[:, None] * HEAD_DIM + elements[None, :]
+    if HAS_END:
+        mask = (positions < end)[:, None]
+        if PADDED_DIM != HEAD_DIM:
+            mask = mask & (elements < HEAD_DIM)[None, :]
+        k = tl.load(key_ptr + at, mask=mask, other=0.0)
+        v = tl.load(value_ptr + at, mask=mask, other=0.0)
+    elif PADDED_DIM != HEAD_DIM:
+        mask = (elements < HEAD_DIM)[None, :]
+        k = tl.load(key_ptr + at, mask=mask, other=0.0)
+        v = tl.load(value_ptr + at, mask=mask, other=0.0)
+    else:
+        k = tl.load(key_ptr + at)
+        v = tl.load(value_ptr + at)
+    return k, v
 
 
 @triton.jit

@@ -4,6 +4,7 @@ The second takes a layer's fused projection and, in one launch, normalizes each 
 model does, rotates them where they stand, and writes k and v into the paged cache. A program takes a tile of
 heads of one token; which of q, k and v a head is, is a mask. Rounds where the composition in `layers/` does:
 after the norm, after the rotation, and to the cache's dtype. Padding (slot -1) is not written to the cache.
+The norms' weights are loaded while the kernel before still runs.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+
+from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
 
 _PAIRS_PER_WARP = 256
 """Eight a thread: in both halves of a head one load of 16 bytes, in the dtypes of two."""
@@ -49,7 +52,15 @@ def make_rotation(
     num_angles = num_tokens * head_dim
     grid = (triton.cdiv(num_angles, _ANGLES),)
     _make_rotation[grid](
-        positions, frequencies, cos, sin, magnitude, num_angles, HEAD_DIM=head_dim, BLOCK_LEN=_ANGLES
+        positions,
+        frequencies,
+        cos,
+        sin,
+        magnitude,
+        num_angles,
+        HEAD_DIM=head_dim,
+        BLOCK_LEN=_ANGLES,
+        **launch_options(),
     )
     return cos, sin
 
@@ -104,6 +115,7 @@ def rotate_and_write(
         BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=block_pairs,
         num_warps=num_warps,
+        **launch_options(),
     )
 
 
@@ -117,11 +129,14 @@ def _make_rotation(
     num_angles: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     element = tl.program_id(0) * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
     exists = element < num_angles
-    position = tl.load(positions_ptr + element // HEAD_DIM, mask=exists, other=0)
     frequency = tl.load(frequencies_ptr + element % HEAD_DIM, mask=exists, other=0.0)
+    wait_for_previous(USE_PDL)
+    let_next_begin(USE_PDL)
+    position = tl.load(positions_ptr + element // HEAD_DIM, mask=exists, other=0)
     angle = position.to(tl.float32) * frequency
     tl.store(cos_ptr + element, tl.cos(angle) * magnitude, mask=exists)
     tl.store(sin_ptr + element, tl.sin(angle) * magnitude, mask=exists)
@@ -146,17 +161,25 @@ def _rotate_and_write(
     CACHE_BLOCK_LEN: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = HEAD_DIM // 2
     END_OF_K: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     pair = tl.arange(0, BLOCK_PAIRS)
     in_head = pair < HALF
     exists = (head < END_OF_K + NUM_KV_HEADS)[:, None] & in_head[None, :]
     is_rotated = exists & (head < END_OF_K)[:, None]
+    if HAS_NORM:
+        q_first = tl.load(q_weight_ptr + pair, mask=in_head, other=0.0)[None, :]
+        k_first = tl.load(k_weight_ptr + pair, mask=in_head, other=0.0)[None, :]
+        q_second = tl.load(q_weight_ptr + HALF + pair, mask=in_head, other=0.0)[None, :]
+        k_second = tl.load(k_weight_ptr + HALF + pair, mask=in_head, other=0.0)[None, :]
+    wait_for_previous(USE_PDL)
+    let_next_begin(USE_PDL)
 
+    slot = tl.load(slots_ptr + token)
     # Elements `pair` and `pair + HALF` of a head are turned together.
     first_ptrs = qkv_ptr + token * qkv_stride + head[:, None] * HEAD_DIM + pair[None, :]
     first = tl.load(first_ptrs, mask=exists, other=0.0)
@@ -165,13 +188,9 @@ def _rotate_and_write(
     y = second.to(tl.float32)
     if HAS_NORM:
         is_q = (head < NUM_HEADS)[:, None]
-        q_first = tl.load(q_weight_ptr + pair, mask=in_head, other=0.0)[None, :]
-        k_first = tl.load(k_weight_ptr + pair, mask=in_head, other=0.0)[None, :]
-        q_second = tl.load(q_weight_ptr + HALF + pair, mask=in_head, other=0.0)[None, :]
-        k_second = tl.load(k_weight_ptr + HALF + pair, mask=in_head, other=0.0)[None, :]
         inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
-        x = x * inverse * tl.where(is_q, q_first, k_first).to(tl.float32)
-        y = y * inverse * tl.where(is_q, q_second, k_second).to(tl.float32)
+        x = x * inverse * tl.where(is_q, q_first, k_first).to(tl.float32)  # type: ignore[possibly-undefined]
+        y = y * inverse * tl.where(is_q, q_second, k_second).to(tl.float32)  # type: ignore[possibly-undefined]
         x = x.to(first.dtype).to(tl.float32)
         y = y.to(first.dtype).to(tl.float32)
     cos = tl.load(cos_ptr + token * HEAD_DIM + pair, mask=in_head, other=0.0)[None, :]

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+
 DEFAULT_TILE = (1024, 4)
 """Elements and warps of a program: eight elements a thread, loads of 16 bytes in the dtypes of two."""
 
@@ -26,7 +28,15 @@ def silu_mul(gate_up: torch.Tensor, *, tile: tuple[int, int] = DEFAULT_TILE) -> 
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, triton.cdiv(size, block_len))
-    _silu_mul[grid](gate_up, gate_up.stride(0), out, SIZE=size, BLOCK_LEN=block_len, num_warps=num_warps)
+    _silu_mul[grid](
+        gate_up,
+        gate_up.stride(0),
+        out,
+        SIZE=size,
+        BLOCK_LEN=block_len,
+        num_warps=num_warps,
+        **launch_options(),
+    )
     return out
 
 
@@ -37,11 +47,14 @@ def _silu_mul(
     out_ptr: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK_LEN + tl.arange(0, BLOCK_LEN)
     exists = element < SIZE
     gate_ptrs = gate_up_ptr + row * gate_up_stride + element
+    wait_for_previous(USE_PDL)
+    let_next_begin(USE_PDL)
     gate = tl.load(gate_ptrs, mask=exists, other=0.0)
     up = tl.load(gate_ptrs + SIZE, mask=exists, other=0.0)
     x = gate.to(tl.float32)

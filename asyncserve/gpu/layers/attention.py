@@ -93,18 +93,29 @@ class Attention(nn.Module):
         )
         self.qk_norm = (rms_norm_gain(weight), rms_norm_floor(weight, self.qk_norm_eps))
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention) -> torch.Tensor:
-        """`[num_tokens, hidden_size]` → a new tensor of the same shape."""
+    def forward(
+        self, hidden: torch.Tensor, norm: RMSNorm, rotation: Rotation, attention: StepAttention
+    ) -> None:
+        """Add to `hidden` in place what attention makes of its normalized rows.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`.
+            norm: Normalizes what the layer reads.
+            rotation: Of the step.
+            attention: Of the step.
+        """
         layer = self.layer
-        qkv = self.qkv_proj.forward(hidden)
+        qkv = self.qkv_proj.forward(hidden, norm=norm)
         if self.kernel is not None:
             self.kernel(qkv, *rotation, *attention.cache_of(layer))
             heads = qkv.view(-1, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
-            return self.o_proj.forward(attention.attend(layer, *heads.split_with_sizes(self.q_k_v, 1)))
+            attended = attention.attend(layer, *heads.split_with_sizes(self.q_k_v, 1))
+            self.o_proj.forward(attended, residual=hidden)
+            return
         qk, v = qkv.split_with_sizes(self.qk_and_v, 1)
         qk = qk.view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
         v = v.view(-1, layer.num_kv_heads, layer.head_dim)
         if self.qk_norm is not None:
             qk = rms_norm(qk, *self.qk_norm)
         q, k = rotate(qk, rotation).split_with_sizes(self.q_and_k, 1)
-        return self.o_proj.forward(attention.run(layer, q, k, v))
+        self.o_proj.forward(attention.run(layer, q, k, v), residual=hidden)

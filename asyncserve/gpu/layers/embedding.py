@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from asyncserve.gpu.layers.linear import pack_weight, packed_linear
+from asyncserve.gpu.layers.linear import SmallProduct, pack_weight, packed_linear
 
 
 class Embedding(nn.Module):
@@ -48,18 +48,35 @@ class OutputHead(nn.Module):
         if tied_to is None:
             self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False)
         self.packed: torch.Tensor | None = None
+        self.kernel: SmallProduct | None = None
 
-    def finish_loading(self) -> None:
-        """Pack the matrix where that is possible; one that is the head's own is freed."""
+    def finish_loading(self, *, fused: bool = False) -> None:
+        """Take the kernel, or pack the matrix where that is possible; one that is the head's own is freed."""
+        if fused:
+            self.kernel = SmallProduct(self._matrix().data, None)
+            return
         self.packed = pack_weight(self._matrix())
         if self.packed is not None:
             self.weight = None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden_size]` → `[rows, vocab_size] float32`."""
+    def forward(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply rows of hidden states.
+
+        Args:
+            hidden: `[rows, hidden_size]`.
+            out: `[rows, vocab_size]`, gets the result; None: a new tensor does.
+
+        Returns:
+            `[rows, vocab_size]`, in the dtype of `hidden`.
+        """
+        if self.kernel is not None and self.kernel.takes(hidden):
+            return self.kernel.run(hidden, out=out)
         if self.packed is not None:
-            return packed_linear(hidden, self.packed, None).float()
-        return F.linear(hidden, self._matrix()).float()
+            logits = packed_linear(hidden, self.packed, None)
+            return logits if out is None else out.copy_(logits)
+        if out is None:
+            return F.linear(hidden, self._matrix())
+        return torch.mm(hidden, self._matrix().t(), out=out)
 
     def _matrix(self) -> torch.Tensor:
         if self.tied_to is not None:

@@ -1,21 +1,24 @@
 """Matrix products with weights that are packed once for the CPU.
 
 A `Linear` holds one matrix, or several of the checkpoint's stacked into one so that one product serves them
-all. On a CPU oneDNN keeps a weight in blocks of its own and multiplies about twice as fast (bf16, one row)
-to four times as fast (fp32) as the plain product does; the packed copy replaces the parameter. Knows nothing
-of tensor parallelism or quantization.
+all. The norm of its input and the residual it is added to belong to the call, because on a GPU they are part
+of a product of few tokens (`gpu/kernels/small_linear.py`). On a CPU oneDNN keeps a weight in blocks of its
+own and multiplies about twice as fast (bf16, one row) to four times as fast (fp32) as the plain product does;
+the packed copy replaces the parameter. Knows nothing of tensor parallelism or quantization.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from asyncserve.gpu.layers.norm import RMSNorm
+
 
 class Linear(nn.Module):
-    """`y = x Wᵀ + b`.
+    """`y = norm(x) Wᵀ + b`, by itself or added to a residual.
 
     Args:
         in_features: Columns of the weight.
@@ -47,21 +50,90 @@ class Linear(nn.Module):
         # Plain attributes: a look-up in nn.Module's dictionaries costs as much as a small kernel's launch.
         self.packed: torch.Tensor | None = None
         self.packed_bias: torch.Tensor | None = None
+        # `[in_features, out_features]`, the weight seen the other way; where a product can be added to one.
+        self.transposed: torch.Tensor | None = None
+        self.kernel: SmallProduct | None = None
 
-    def finish_loading(self) -> None:
-        """Replace the weight by its packed form where that is possible, which frees the original."""
+    def finish_loading(self, *, fused: bool = False) -> None:
+        """Take the kernel, or replace the weight by its packed form where that is possible."""
         assert self.weight is not None, "a layer is finished once"
+        if fused:
+            self.kernel = SmallProduct(self.weight.data, None if self.bias is None else self.bias.data)
+            if self.bias is None:
+                self.transposed = self.weight.data.t()
+            return
         self.packed = pack_weight(self.weight)
         if self.packed is not None:
             self.packed_bias = None if self.bias is None else self.bias.data
             self.weight = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, in_features]` → `[num_tokens, out_features]`."""
+    def forward(
+        self, x: torch.Tensor, *, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply.
+
+        Args:
+            x: `[num_tokens, in_features]`; not changed.
+            norm: Normalizes `x` first; None: it is taken as it is.
+            residual: `[num_tokens, out_features]`, the product is added to it in place; None: there is none.
+
+        Returns:
+            The residual, or a new tensor `[num_tokens, out_features]`.
+        """
+        if self.kernel is not None and self.kernel.takes(x):
+            return self.kernel.run(x, norm, residual)
+        if norm is not None:
+            x = norm.forward(x)
         if self.packed is not None:
-            return packed_linear(x, self.packed, self.packed_bias)
-        assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+            product = packed_linear(x, self.packed, self.packed_bias)
+        elif residual is not None and self.transposed is not None:
+            return residual.addmm_(x, self.transposed)
+        else:
+            assert self.weight is not None
+            product = F.linear(x, self.weight, self.bias)
+        if residual is None:
+            return product
+        residual += product
+        return residual
+
+
+class SmallProduct:
+    """The kernel for a few tokens, with a weight. Made only where Triton may be imported.
+
+    Args:
+        weight: `[out_features, in_features]`, contiguous.
+        bias: `[out_features]`; None: there is none.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        from asyncserve.gpu.kernels import small_linear as kernels
+
+        self._takes, self._takes_norm = kernels.takes, kernels.takes_norm
+        self._multiply: Callable[..., torch.Tensor] = functools.partial(
+            kernels.small_linear, weight=weight, bias=bias
+        )
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether it serves these rows."""
+        return self._takes(x.shape[0], x.dtype)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply; see `small_linear`."""
+        if norm is None:
+            return self._multiply(x, residual=residual, is_gated=is_gated, out=out)
+        if not self._takes_norm(*x.shape):
+            return self._multiply(norm.forward(x), residual=residual, is_gated=is_gated, out=out)
+        return self._multiply(
+            x, norm_weight=norm.weight.data, eps=norm.eps, residual=residual, is_gated=is_gated, out=out
+        )
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:

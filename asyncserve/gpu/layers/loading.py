@@ -87,10 +87,8 @@ def finish_layers(model: nn.Module, *, fused: bool | None = None) -> None:
     for module in model.modules():
         if isinstance(module, Rotary):
             module.finish_loading(device, fused=fused)
-        elif isinstance(module, Attention | GatedMLP | RMSNorm):
+        elif isinstance(module, Attention | GatedMLP | Linear | OutputHead | RMSNorm):
             module.finish_loading(fused=fused)
-        elif isinstance(module, Linear | OutputHead):
-            module.finish_loading()
     for module in model.modules():
         # nn.Module finds its children by a fallback that takes as long as a small kernel. From here on they
         # do not change, so plain attributes may stand in front of it.

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from asyncserve.gpu.layers.linear import Linear
+from asyncserve.gpu.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -38,12 +39,20 @@ class GatedMLP(nn.Module):
 
             self.kernel = kernels.silu_mul
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, hidden_size]` → a new tensor of the same shape."""
-        gate_up = self.gate_up_proj.forward(hidden)
-        if self.kernel is not None:
-            return self.down_proj.forward(self.kernel(gate_up))
-        return self.down_proj.forward(silu_mul(gate_up))
+    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> None:
+        """Add to `hidden` in place what the network makes of its normalized rows.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`.
+            norm: Normalizes what the network reads.
+        """
+        projection = self.gate_up_proj
+        if projection.kernel is not None and projection.kernel.takes(hidden):
+            gated = projection.kernel.run(hidden, norm, is_gated=True)
+        else:
+            gate_up = projection.forward(hidden, norm=norm)
+            gated = silu_mul(gate_up) if self.kernel is None else self.kernel(gate_up)
+        self.down_proj.forward(gated, residual=hidden)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -53,5 +53,13 @@ class Model(Protocol):
             Hidden states after the final norm, `[num_tokens, hidden]`.
         """
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the output matrix to rows of hidden states: `[rows, hidden]` → `[rows, vocab]` float32."""
+    def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply the output matrix to rows of hidden states.
+
+        Args:
+            hidden: `[rows, hidden]`.
+            out: `[rows, vocab]`, gets the result; None: a new tensor does.
+
+        Returns:
+            `[rows, vocab]`, in the dtype of `hidden`.
+        """

@@ -50,27 +50,16 @@ class Qwen3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, eps=sizes.norm_eps, dtype=dtype)
         self.mlp = GatedMLP(sizes.hidden_size, sizes.intermediate_size, bias=False, dtype=dtype)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        update: torch.Tensor | None,
-        rotation: Rotation,
-        attention: StepAttention,
-    ) -> torch.Tensor:
-        """Add to `hidden` in place what the layer before contributed and what attention does.
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, attention: StepAttention) -> None:
+        """Add to `hidden` in place what attention and the feed-forward network contribute.
 
         Args:
             hidden: `[num_tokens, hidden_size]`.
-            update: The layer before's return value; None in the first layer.
             rotation: Of the step.
             attention: Of the step.
-
-        Returns:
-            What the feed-forward network contributes, as `hidden`, not yet added.
         """
-        normed = self.input_layernorm.forward(hidden, update)
-        attended = self.self_attn.forward(normed, rotation, attention)
-        return self.mlp.forward(self.post_attention_layernorm.forward(hidden, attended))
+        self.self_attn.forward(hidden, self.input_layernorm, rotation, attention)
+        self.mlp.forward(hidden, self.post_attention_layernorm)
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -119,11 +108,10 @@ class Qwen3ForCausalLM(nn.Module):
         """Run all layers; returns `[num_tokens, hidden_size]` after the final norm."""
         hidden = self.embed_tokens.forward(batch.input_ids)
         rotation = self.rotary.forward(batch.positions)
-        update: torch.Tensor | None = None
         for layer in self.layers:
-            update = layer.forward(hidden, update, rotation, attention)
-        return self.norm.forward(hidden, update)
+            layer.forward(hidden, rotation, attention)
+        return self.norm.forward(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden_size]` → `[rows, vocab_size] float32`."""
-        return self.lm_head.forward(hidden)
+    def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply the output matrix; see `Model.logits`."""
+        return self.lm_head.forward(hidden, out=out)

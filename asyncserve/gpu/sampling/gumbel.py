@@ -6,7 +6,7 @@ gets the same noise, so the same logits give the same token. There is no generat
 `argmax(log w + Gumbel)` is computed as `argmax(w / E)` with `E` exponential, which is the same choice. From a
 whole vocabulary a token is drawn in two such races, first among blocks of tokens by their summed weight and
 then among the tokens of the winning block: exactly the same distribution, with noise for hundreds of
-elements instead of tens of thousands.
+elements instead of tens of thousands. A GPU's kernel is the same function (`gpu/kernels/sampling.py`).
 
 Source: the mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, with the
 constants of Stafford's variant 13).
@@ -26,14 +26,19 @@ _MIX_2 = 0x94D049BB133111EB
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
-def row_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Mix seeds and positions into one 64-bit key per row.
+def seed_keys(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Mix seeds into 64-bit keys, `[num]`: the part of a row's key that stays the same for a sequence."""
+    return _mix_host(seeds + np.uint64(_GOLDEN)).view(np.int64)
+
+
+def row_keys(keys: npt.NDArray[np.int64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Mix keys of seeds and positions into one 64-bit key per row.
 
     Args:
-        seeds: `[num_rows]`.
+        keys: `[num_rows]`, of `seed_keys`.
         positions: `[num_rows]`, absolute position of the token to be drawn.
     """
-    return _mix_host(_mix_host(seeds + np.uint64(_GOLDEN)) + positions * np.uint64(_GOLDEN)).view(np.int64)
+    return _mix_host(keys.view(np.uint64) + positions * np.uint64(_GOLDEN)).view(np.int64)
 
 
 def exponential(keys: Tensor, ids: Tensor) -> Tensor:

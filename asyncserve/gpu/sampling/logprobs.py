@@ -6,6 +6,7 @@ the result, which is when the host values are built: after the step's event, so 
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from asyncserve.gpu.sampling.selection import largest
@@ -90,14 +91,14 @@ def prompt_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> list[To
     """Score prompt tokens.
 
     Args:
-        logits: `[num_rows, vocab] float32`, row `i` predicting `target_ids[i]`.
+        logits: `[num_rows, vocab]` of any float dtype, row `i` predicting `target_ids[i]`.
         target_ids: `[num_rows] int64`.
         num_top: How many likeliest tokens to give with each, 0 for none.
     """
     entries: list[TokenLogprobs] = []
     for start in range(0, logits.shape[0], _ROWS_AT_ONCE):  # bounds what scoring needs beside the logits
         rows = slice(start, start + _ROWS_AT_ONCE)
-        scored = ScoredTokens(logits[rows], target_ids[rows], num_top)
+        scored = ScoredTokens(logits[rows].to(torch.float32), target_ids[rows], num_top)
         entries += scored.build([num_top] * target_ids[rows].shape[0])
     return entries
 

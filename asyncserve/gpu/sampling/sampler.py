@@ -5,35 +5,30 @@ stages run in this order, each only if a row of the step needs it: logit bias an
 before `min_tokens`, lists of allowed tokens, bad words, penalties, masks of grammars, then for greedy rows
 the argmax, for the others temperature, top-k, min-p, top-p and a random draw that depends on seed and
 position alone. What a row gets depends on nothing but its own logits, slot and tokens, so neither the batch,
-the row index nor a preemption changes it. Log-probabilities are those of the raw logits. Knows no plan and
-no KV cache.
+the row index nor a preemption changes it. Log-probabilities are those of the raw logits. On a GPU the last
+stages are kernels (`choice`), and a step whose rows need no others is nothing but these: `choose`. Knows no
+plan and no KV cache.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncserve.gpu.batch import SampleRows
 from asyncserve.gpu.device import Event
 from asyncserve.gpu.sampling import logprobs as scoring
 from asyncserve.gpu.sampling.allowed_tokens import AllowedTokens
 from asyncserve.gpu.sampling.bad_words import BadWords
-from asyncserve.gpu.sampling.gumbel import draw, draw_among, row_keys
+from asyncserve.gpu.sampling.drawing import draw_rows
+from asyncserve.gpu.sampling.gumbel import row_keys
 from asyncserve.gpu.sampling.logit_bias import LogitBias
 from asyncserve.gpu.sampling.penalties import Penalties
-from asyncserve.gpu.sampling.selection import argmax, largest
+from asyncserve.gpu.sampling.selection import argmax
+from asyncserve.gpu.sampling.slot_values import SlotValues
 from asyncserve.gpu.sampling.token_masks import TokenMasks
-from asyncserve.gpu.sampling.truncation import (
-    NUM_CANDIDATES,
-    NUM_VALUES,
-    RowShapes,
-    largest_values,
-    truncate,
-    weights_of,
-)
 from asyncserve.gpu.sampling.upload import upload, upload_ids
 from asyncserve.gpu.slots import SlotTable
 from asyncserve.request import TokenLogprobs
@@ -48,7 +43,9 @@ _LOGPROBS = 16
 _ALLOWED = 32
 _BAD_WORDS = 64
 _GRAMMAR = 128
+_TRUNCATES = 256
 _CHANGES_LOGITS = _BIAS | _BAN | _PENALTIES | _ALLOWED | _BAD_WORDS | _GRAMMAR
+_IS_NOT_PLAIN = _CHANGES_LOGITS | _LOGPROBS
 
 
 @dataclass(slots=True)
@@ -73,22 +70,31 @@ class Sampler:
         vocab_size: Columns of the logits.
         max_model_len: Most tokens of one sequence.
         device: Where the logits are.
+        has_kernels: Whether the last stages are kernels; None: on a GPU.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+        *,
+        has_kernels: bool | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._needs = [0] * num_slots
         self._first_stops = [0] * num_slots  # absolute position from which stop tokens are allowed
         self._num_logprobs = [0] * num_slots
-        self._seeds = np.zeros(num_slots, np.uint64)
-        self._shapes = RowShapes.empty(num_slots)
+        self._values = SlotValues(num_slots, device)
         self._bias = LogitBias(vocab_size)
         self._bans = LogitBias(vocab_size)
         self._allowed = AllowedTokens(vocab_size, device)
         self._bad_words = BadWords(vocab_size, device)
         self._penalties = Penalties(num_slots, vocab_size, max_model_len, device)
         self._masks = TokenMasks(vocab_size, device)
+        self._has_kernels = device.type != "cpu" if has_kernels is None else has_kernels
 
     @torch.inference_mode()
     def admit(self, assignment: SlotAssignment) -> None:
@@ -96,16 +102,11 @@ class Sampler:
         slot, sampling = assignment.slot, assignment.sampling
         self.release(slot)
         needs = 0
+        self._values.set(slot, sampling, assignment.seed)
         if not sampling.is_greedy:
             needs |= _DRAWS
-            self._seeds[slot] = assignment.seed & 0xFFFF_FFFF_FFFF_FFFF
-            self._shapes.set(
-                slot,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-            )
+            if self._values.shapes.truncates(slot):
+                needs |= _TRUNCATES
         if sampling.logit_bias and self._bias.set_bias(slot, sampling.logit_bias):
             needs |= _BIAS
         first_stop = assignment.prompt_len + sampling.min_tokens
@@ -140,6 +141,52 @@ class Sampler:
         self._penalties.release(slot)
         self._masks.release(slot)
 
+    def upload(self) -> None:
+        """Let `choose` know what was admitted; call it after the admissions of a plan. Waits for nothing."""
+        self._values.upload()
+
+    def is_plain(self, slots: Sequence[int]) -> bool:
+        """Whether `choose` is all that the slots' rows need: no changed logits and no log-probabilities."""
+        needs = self._needs
+        return not any(needs[slot] & _IS_NOT_PLAIN for slot in slots)
+
+    def truncates(self, slots: Sequence[int]) -> bool:
+        """Whether a slot has a top-k, top-p or min-p."""
+        needs = self._needs
+        return any(needs[slot] & _TRUNCATES for slot in slots)
+
+    @torch.inference_mode()
+    def choose(
+        self, logits: Tensor, rows: SampleRows, history: Tensor, results: Tensor, *, truncates: bool = True
+    ) -> Tensor:
+        """Choose one token for each row of a plain step; only launches kernels, as a graph can hold.
+
+        Args:
+            logits: `[num_samples, vocab]` of any float dtype, rows contiguous in themselves.
+            rows: Its rows, padding included; they say where the tokens go.
+            history: `SlotTable.history`.
+            results: `[depth, num_slots] int64`, on the device or in pinned memory of the host.
+            truncates: Whether some row may have a top-k, top-p or min-p; if not, two kernels are saved.
+
+        Returns:
+            Token ids `[num_samples] int64`; `BAD_LOGITS` where logits were not finite, anything for padding.
+        """
+        # Imported here: not on a CPU.
+        from asyncserve.gpu.kernels.sampling import Destination
+        from asyncserve.gpu.sampling.choice import choose
+
+        assert rows.result_row is not None, "a plain step writes its results itself"
+        return choose(
+            logits,
+            rows.slots,
+            rows.positions,
+            self._values.on_device,
+            truncates=truncates,
+            destination=Destination(
+                history=history, write_back=rows.write_back, results=results, result_row=rows.result_row
+            ),
+        )
+
     @torch.inference_mode()
     def sample(
         self,
@@ -151,14 +198,15 @@ class Sampler:
         """Choose one token for each row.
 
         Args:
-            logits: `[num_samples, vocab] float32`, contiguous; may be overwritten.
+            logits: `[num_samples, vocab]` of any float dtype, contiguous; may be overwritten.
             slots: The slot of each row, distinct.
             sample_positions: Absolute position that each row's token will take.
             history: The slots' tokens, complete below these positions; without it no slot may have bad words.
         """
-        needs = 0
-        for slot in slots:
-            needs |= self._needs[slot]
+        needs = self._needs_of(slots, sample_positions)
+        if self._has_kernels:
+            return self._sample_by_kernels(logits, slots, sample_positions, needs, history)
+        logits = logits.to(torch.float32)
         best, token_ids = argmax(logits)
         # x - x is 0 for a finite x, else NaN. A NaN or +inf anywhere is the maximum, and -inf if all are.
         bad = (best - best) != 0
@@ -172,7 +220,8 @@ class Sampler:
             raw = _rows(logits, asking)
             if raw is logits and needs & _CHANGES_LOGITS:
                 raw = logits.clone()
-        if needs & _CHANGES_LOGITS and self._change_logits(logits, slots, sample_positions, needs, history):
+        if needs & _CHANGES_LOGITS:
+            self._change_logits(logits, slots, sample_positions, needs, history)
             best, token_ids = argmax(logits)
             nothing_left = (best == -torch.inf) & ~bad
             bad |= (best - best) != 0
@@ -180,8 +229,8 @@ class Sampler:
             rows = self._rows_that_need(_DRAWS, slots)
             row_slots = np.fromiter((slots[row] for row in rows), np.int64, len(rows))
             positions = np.fromiter((sample_positions[row] for row in rows), np.uint64, len(rows))
-            keys = upload(row_keys(self._seeds[row_slots], positions), self._device).unsqueeze(1)
-            drawn = draw_rows(_rows(logits, rows), self._shapes.take(row_slots), keys)
+            keys = upload(row_keys(self._values.seed_keys[row_slots], positions), self._device).unsqueeze(1)
+            drawn = draw_rows(_rows(logits, rows), self._values.shapes.take(row_slots), keys)
             if len(rows) == len(slots):
                 token_ids = drawn
             else:
@@ -191,6 +240,50 @@ class Sampler:
             token_ids.masked_fill_(nothing_left, NO_TOKEN)
         if not needs & _LOGPROBS:
             return Sampled(token_ids)
+        return self._scored(token_ids, raw, asking, slots)
+
+    def _sample_by_kernels(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        sample_positions: Sequence[int],
+        needs: int,
+        history: SlotTable | None,
+    ) -> Sampled:
+        from asyncserve.gpu.sampling.choice import choose
+
+        self.upload()
+        truncates = bool(needs & _TRUNCATES)
+        values = self._values.on_device
+        slot_ids = upload(np.array(slots, np.int32), self._device)
+        positions = upload_ids(sample_positions, self._device)
+        # All rows, as if nobody changed any: so a row that nobody changes gets what it gets by `choose`, and
+        # one that is not finite is found before something hides it.
+        token_ids = choose(logits, slot_ids, positions, values, truncates=truncates)
+        if needs & _CHANGES_LOGITS:
+            rows = self._rows_that_need(_CHANGES_LOGITS, slots)
+            index = upload_ids(rows, self._device)
+            changed = logits.index_select(0, index).to(torch.float32)
+            own_slots = [slots[row] for row in rows]
+            own_positions = [sample_positions[row] for row in rows]
+            self._change_logits(changed, own_slots, own_positions, needs, history)
+            chosen = choose(
+                changed,
+                slot_ids.index_select(0, index),
+                positions.index_select(0, index),
+                values,
+                truncates=truncates,
+                empty_token=NO_TOKEN,
+            )
+            before = token_ids.index_select(0, index)
+            token_ids.index_copy_(0, index, torch.where(before == BAD_LOGITS, before, chosen))
+        if not needs & _LOGPROBS:
+            return Sampled(token_ids)
+        asking = self._rows_that_need(_LOGPROBS, slots)
+        return self._scored(token_ids, _rows(logits, asking).to(torch.float32), asking, slots)
+
+    def _scored(self, token_ids: Tensor, raw: Tensor, asking: Sequence[int], slots: Sequence[int]) -> Sampled:
+        """Add the log-probabilities of the rows that ask, whose raw logits are given."""
         asking_slots = [slots[row] for row in asking]
         nums = [self._num_logprobs[slot] for slot in asking_slots]
         scored = scoring.ScoredTokens(raw, _rows(token_ids, asking), max(nums))
@@ -223,7 +316,8 @@ class Sampler:
         """Score prompt tokens under the model's own distribution; waits for the device.
 
         Args:
-            logits: `[num_rows, vocab] float32`, row `i` predicting `target_ids[i]`; left as they are.
+            logits: `[num_rows, vocab]` of any float dtype, row `i` predicting `target_ids[i]`; left as they
+                are.
             target_ids: `[num_rows]`, integers.
             num: How many likeliest tokens to give with each.
         """
@@ -236,144 +330,53 @@ class Sampler:
         sample_positions: Sequence[int],
         needs: int,
         history: SlotTable | None,
-    ) -> bool:
-        changed = False
+    ) -> None:
+        """Apply all stages that change logits, in place; `needs` is the union of what the slots need."""
         if needs & _BIAS:
             rows = self._rows_that_need(_BIAS, slots)
             self._bias.apply(logits, rows, [slots[row] for row in rows])
-            changed = True
         if needs & _BAN:
-            rows = []
-            for row in self._rows_that_need(_BAN, slots):
-                slot = slots[row]
-                if sample_positions[row] < self._first_stops[slot]:
-                    rows.append(row)
-                else:  # positions only grow
-                    self._needs[slot] &= ~_BAN
-                    self._bans.release(slot)
-            if rows:
-                self._bans.apply(logits, rows, [slots[row] for row in rows])
-                changed = True
+            rows = self._rows_that_need(_BAN, slots)
+            self._bans.apply(logits, rows, [slots[row] for row in rows])
         if needs & _ALLOWED:
             rows = self._rows_that_need(_ALLOWED, slots)
             self._allowed.apply(logits, rows, [slots[row] for row in rows])
-            changed = True
         if needs & _BAD_WORDS:
             assert history is not None, "a slot has bad words, and nobody gave the tokens they end"
             rows = self._rows_that_need(_BAD_WORDS, slots)
             self._bad_words.apply(
                 logits, rows, [slots[row] for row in rows], [sample_positions[row] for row in rows], history
             )
-            changed = True
         if needs & _PENALTIES:
             rows = self._rows_that_need(_PENALTIES, slots)
             self._penalties.apply(logits, rows, [slots[row] for row in rows])
-            changed = True
         if needs & _GRAMMAR:
             rows = self._rows_that_need(_GRAMMAR, slots)
             self._masks.apply(
                 logits, rows, [slots[row] for row in rows], [sample_positions[row] for row in rows]
             )
-            changed = True
-        return changed
+
+    def _needs_of(self, slots: Sequence[int], sample_positions: Sequence[int]) -> int:
+        """Return the union of what the slots need at these positions."""
+        needs = self._union(slots)
+        if needs & _BAN:
+            for row in self._rows_that_need(_BAN, slots):
+                slot = slots[row]
+                if sample_positions[row] >= self._first_stops[slot]:  # positions only grow
+                    self._needs[slot] &= ~_BAN
+                    self._bans.release(slot)
+            return self._union(slots)
+        return needs
+
+    def _union(self, slots: Sequence[int]) -> int:
+        needs = 0
+        for slot in slots:
+            needs |= self._needs[slot]
+        return needs
 
     def _rows_that_need(self, stage: int, slots: Sequence[int]) -> list[int]:
         needs = self._needs
         return [row for row, slot in enumerate(slots) if needs[slot] & stage]
-
-
-def draw_rows(logits: Tensor, shapes: RowShapes, keys: Tensor) -> Tensor:
-    """Draw a token for each row after temperature and truncation.
-
-    How a row is treated follows from its own values alone, never from its neighbours'.
-
-    Args:
-        logits: `[num_rows, vocab] float32`; left as they are.
-        shapes: Of the rows.
-        keys: `[num_rows, 1] int64`, of `row_keys`.
-
-    Returns:
-        Token ids `[num_rows] int64`.
-    """
-    ordered = shapes.needs_order
-    # Whether the candidates suffice must be known on the host, which elsewhere than on a CPU means waiting.
-    few = ordered & ((shapes.top_k < NUM_CANDIDATES) | ~shapes.has_top_k) & (logits.device.type == "cpu")
-    if few.all():
-        return _draw_from_largest(logits, shapes, keys)
-    if not ordered.any():
-        return draw(weights_of(logits, shapes), keys)
-    token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    for rows, method in (
-        (few, _draw_from_largest),
-        (ordered & ~few, _draw_from_sorted),
-        (~ordered, lambda some, of, by: draw(weights_of(some, of), by)),
-    ):
-        picked = np.flatnonzero(rows)
-        if len(picked):
-            index = upload(picked, logits.device)
-            drawn = method(logits.index_select(0, index), shapes.take(picked), keys.index_select(0, index))
-            token_ids.index_copy_(0, index, drawn)
-    return token_ids
-
-
-def _draw_from_largest(logits: Tensor, shapes: RowShapes, keys: Tensor) -> Tensor:
-    """Draw from the largest logits, where they suffice, and from sorted rows where not."""
-    num_values = min(NUM_CANDIDATES, logits.shape[1])
-    values, ids = largest(logits, num_values)
-    whole_weight = None
-    if not shapes.has_top_k.all():
-        whole_weight = weights_of(logits, shapes).sum(dim=1, keepdim=True)
-    is_whole = num_values == logits.shape[1]
-    kept = truncate(values, shapes, is_whole=is_whole, whole_weight=whole_weight)
-    token_ids = draw_among(kept.weights, ids, keys)
-    rows = _insufficient(kept.threshold, values, logits)
-    if len(rows):
-        index = torch.from_numpy(rows)
-        drawn = _draw_from_sorted(
-            logits.index_select(0, index), shapes.take(rows), keys.index_select(0, index)
-        )
-        token_ids.index_copy_(0, index, drawn)
-    return token_ids
-
-
-def _draw_from_sorted(logits: Tensor, shapes: RowShapes, keys: Tensor) -> Tensor:
-    """Draw from the whole vocabulary, cut at a threshold."""
-    weights = weights_of(logits, shapes)
-    threshold = sorted_threshold(logits, shapes, weights.sum(dim=1, keepdim=True))
-    return draw(weights.mul_(logits >= threshold), keys)
-
-
-def sorted_threshold(logits: Tensor, shapes: RowShapes, whole_weight: Tensor) -> Tensor:
-    """Return the smallest logit that truncation keeps in each row, found by sorting as much as it takes.
-
-    Args:
-        logits: `[num_rows, vocab] float32`; left as they are.
-        shapes: Of the rows.
-        whole_weight: `[num_rows, 1]`, sum of the rows' `weights_of`.
-
-    Returns:
-        `[num_rows, 1] float32`.
-    """
-    vocab = logits.shape[1]
-    if logits.device.type != "cpu" or vocab <= NUM_VALUES:
-        return truncate(largest_values(logits, vocab), shapes).threshold
-    values = largest_values(logits, NUM_VALUES)
-    threshold = truncate(values, shapes, is_whole=False, whole_weight=whole_weight).threshold
-    for row in _insufficient(threshold, values, logits):  # one by one: several do not fit a cache
-        values = largest_values(logits[row : row + 1], vocab)
-        threshold[row] = truncate(values, shapes.take(np.array([row]))).threshold[0]
-    return threshold
-
-
-def _insufficient(threshold: Tensor, values: Tensor, logits: Tensor) -> npt.NDArray[np.int64]:
-    """Return the rows whose largest values may not hold all that is to be kept; waits for the device.
-
-    A threshold above the smallest of them proves that everything kept, ties included, is among them.
-    """
-    if values.shape[1] == logits.shape[1]:
-        return np.empty(0, np.int64)
-    rows: npt.NDArray[np.int64] = (threshold <= values[:, -1:]).squeeze(1).nonzero().squeeze(1).numpy()
-    return rows
 
 
 def _rows(rows: Tensor, picked: Sequence[int]) -> Tensor:

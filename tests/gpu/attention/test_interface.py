@@ -17,6 +17,7 @@ class Recorder:
     """A backend that keeps the k and v it is given and what the cache held then."""
 
     name = "recorder"
+    reads_unwritten = False
 
     def __init__(self) -> None:
         self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

@@ -1,7 +1,7 @@
 import torch
 
 from asyncserve.gpu.attention.reference import ReferenceAttention
-from asyncserve.gpu.batch import Batch
+from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import FullAttention, KVGroup
 from tests.contracts.attention_contract import AttentionContract
@@ -40,6 +40,12 @@ def decode_batch(seq_lens: list[int]) -> Batch:
         query_lens_host=(1,) * num_rows,
         seq_lens_host=tuple(seq_lens),
         num_decode_rows=num_rows,
+        sample_rows=SampleRows(
+            slots=torch.arange(num_rows, dtype=torch.int32),
+            positions=torch.tensor(seq_lens),
+            write_back=torch.zeros(num_rows, dtype=torch.int64),
+            result_row=None,
+        ),
     )
 
 

@@ -2,8 +2,10 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from asyncserve.gpu.attention.interface import AttentionLayer, StepAttention
+from asyncserve.gpu.batch import Batch, Padded
 from asyncserve.kv_spec import FullAttention
 from tests.contracts.attention_contract import AttentionContract, Shape, Simulation
 from tests.gpu.kernels.machine import DEVICE, MARKS, ON_GPU
@@ -72,6 +74,61 @@ def test_hundreds_of_positions_with_the_heads_of_a_real_model(window_len: int | 
     simulation.step([(first, 150), (second, 65)])
     simulation.step([(first, 1), (second, 90)])
     simulation.step([(first, 1), (second, 1)])
+
+
+def padded(batch: Batch, *, num_rows: int, num_tokens: int, num_long_rows: int, any_block: int) -> Batch:
+    """Return the batch as a captured graph sees it: with room for more, and no lengths on the host."""
+    more_rows, more_tokens = num_rows - batch.num_rows, num_tokens - batch.num_tokens
+    return dataclasses.replace(
+        batch,
+        input_ids=F.pad(batch.input_ids, (0, more_tokens)),
+        query_start=F.pad(batch.query_start, (0, more_rows), value=batch.num_tokens),
+        seq_lens=F.pad(batch.seq_lens, (0, more_rows)),
+        # Behind a row's own blocks a graph's table holds anything.
+        block_tables=tuple(
+            F.pad(table, (0, 3, 0, more_rows), value=any_block) for table in batch.block_tables
+        ),
+        query_lens_host=(),
+        seq_lens_host=(),
+        num_decode_rows=num_rows,
+        padded=Padded(
+            num_long_rows=num_long_rows,
+            first_long_row=torch.tensor([batch.num_decode_rows], dtype=torch.int32, device=DEVICE),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "num_long_rows"),
+    [([1, 1, 1], 0), ([1, 1, 1], 2), ([1, 6, 1, 20], 3), ([1, 1, 5], 1), ([3, 4], 2)],
+)
+def test_a_padded_step_gives_what_the_same_rows_alone_give(query_lens: list[int], num_long_rows: int) -> None:
+    backend = TritonInPieces()
+    simulation = Simulation(backend, DEVICE, Shape(num_layers=1))
+    sequences = [simulation.add_sequence() for _ in query_lens]
+    simulation.step([(sequence, 7 + 9 * sequence) for sequence in sequences])
+    rows = list(zip(sequences, query_lens, strict=True))
+    batch = simulation.batch(rows, [7 + 9 * sequence for sequence in sequences])
+    num_tokens = batch.num_tokens
+    layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
+    q, k, v = (torch.randn(num_tokens, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    planned = backend.plan(batch, simulation.kv_cache)
+    alone = StepAttention(backend, batch, simulation.kv_cache, planned).run(layer, q, k, v)
+    any_block = simulation.free[0][0]
+    for tensor in (*simulation.kv_cache.keys, *simulation.kv_cache.values):
+        tensor[any_block] = torch.nan
+    # As many tokens as rows if each has one: then token i is the one of row i.
+    more = padded(
+        batch,
+        num_rows=6,
+        num_tokens=num_tokens + 6 - len(query_lens),
+        num_long_rows=num_long_rows,
+        any_block=any_block,
+    )
+    q, k, v = (F.pad(tensor, (0, 0, 0, 0, 0, more.num_tokens - num_tokens)) for tensor in (q, k, v))
+    planned = backend.plan(more, simulation.kv_cache)
+    attended = StepAttention(backend, more, simulation.kv_cache, planned).attend(layer, q, k, v)
+    torch.testing.assert_close(attended[:num_tokens], alone, rtol=0, atol=1e-5)
 
 
 def test_what_it_does_not_serve_is_said() -> None:

@@ -31,7 +31,7 @@ def small_config(**changes: Any) -> DecodeConfig:
     return DecodeConfig(**sizes)
 
 
-def attend(rows: Rows, config: DecodeConfig) -> None:
+def attend(rows: Rows, config: DecodeConfig, *, is_mixed: bool = False) -> None:
     scratch = new_scratch(
         num_heads=rows.num_heads,
         num_kv_heads=rows.num_kv_heads,
@@ -39,8 +39,8 @@ def attend(rows: Rows, config: DecodeConfig) -> None:
         config=config,
         device=DEVICE,
     )
-    for memory in scratch:
-        memory.fill_(torch.nan)
+    scratch.partials.fill_(torch.nan)
+    scratch.logsumexps.fill_(torch.nan)
     paged_decode(
         rows.q,
         rows.keys,
@@ -51,10 +51,13 @@ def attend(rows: Rows, config: DecodeConfig) -> None:
         scale=rows.scale,
         scratch=scratch,
         config=config,
+        num_rows=len(rows.seq_lens),
+        query_start=rows.query_start if is_mixed else None,
         window_len=rows.window_len,
         softcap=rows.softcap,
         sinks=rows.sinks,
     )
+    assert not scratch.arrived.any(), "the next launch would count on"
 
 
 def decode_rows(seq_lens: list[int], **shape: Any) -> Rows:
@@ -130,6 +133,58 @@ def test_a_long_row_beside_short_ones_with_the_configuration_of_the_device(dtype
     rows.check()
 
 
+@pytest.mark.parametrize("leftover", [torch.nan, torch.inf])
+@pytest.mark.parametrize("window_len", [None, 5])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_what_somebody_left_in_a_block_is_not_read(
+    num_splits: int, window_len: int | None, leftover: float
+) -> None:
+    rows = decode_rows([1, 18, 47], leftover=leftover, window_len=window_len, head_dim=24)
+    assert not rows.values[rows.block_table[2, 2].long(), :, -1].isfinite().any()
+    attend(rows, small_config(num_programs=num_programs(rows, num_splits)))
+    rows.check()
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_rows_of_several_tokens_or_none_are_left_alone(num_splits: int) -> None:
+    rows = Rows(seq_lens=[40, 9, 33, 0, 70, 0], query_lens=[1, 3, 1, 0, 1, 0])
+    attend(rows, small_config(num_programs=num_programs(rows, num_splits)), is_mixed=True)
+    assert rows.out[1:4].isnan().all()
+    single = decode_rows([40, 33, 70])
+    single.keys, single.values = rows.keys, rows.values
+    single.block_table = rows.block_table[[0, 2, 4]]
+    single.q, single.out = rows.q[[0, 4, 5]], rows.out[[0, 4, 5]]
+    single.check()
+
+
+def test_a_row_is_joined_again_with_the_same_memory() -> None:
+    rows = decode_rows([70, 3, 33], num_heads=2, num_kv_heads=1)
+    config = small_config(num_programs=num_programs(rows, 4))
+    scratch = new_scratch(num_heads=2, num_kv_heads=1, head_dim=32, config=config, device=DEVICE)
+    for _ in range(2):
+        rows.out.fill_(torch.nan)
+        paged_decode(
+            rows.q,
+            rows.keys,
+            rows.values,
+            rows.block_table,
+            rows.lens,
+            rows.out,
+            scale=rows.scale,
+            scratch=scratch,
+            config=config,
+        )
+        rows.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_heads", "most_splits"), [(2, 32), (16, 32), (16, 5), (24, 3)])
+def test_splits_are_joined_in_as_many_turns_as_fit_the_registers(num_heads: int, most_splits: int) -> None:
+    rows = decode_rows([380], num_heads=num_heads, num_kv_heads=1, head_dim=64)
+    attend(rows, small_config(num_warps=1, num_programs=32, most_splits=most_splits))
+    rows.check()
+
+
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_padding_row_of_length_zero_gives_zeros(num_splits: int) -> None:
     rows = decode_rows([20, 1, 3])
@@ -145,7 +200,7 @@ def test_a_padding_row_of_length_zero_gives_zeros(num_splits: int) -> None:
 def test_splits_depend_on_the_number_of_rows_and_fit_the_scratch() -> None:
     config = decode_config(head_dim=128, dtype=torch.bfloat16, num_sms=132)
     for num_kv_heads in (1, 2, 5, 8, 64):
-        partials, logsumexps = new_scratch(
+        scratch = new_scratch(
             num_heads=2 * num_kv_heads,
             num_kv_heads=num_kv_heads,
             head_dim=8,
@@ -155,10 +210,33 @@ def test_splits_depend_on_the_number_of_rows_and_fit_the_scratch() -> None:
         splits = [count_splits(num_rows, num_kv_heads, config) for num_rows in range(1, 1025)]
         assert splits == sorted(splits, reverse=True)
         assert splits[-1] == 1
-        needed = max(
-            num_rows * 2 * num_kv_heads * num for num_rows, num in enumerate(splits, start=1) if num > 1
-        )
-        assert needed <= len(partials) == len(logsumexps)
+        pairs_split = [
+            (num_rows * num_kv_heads, num) for num_rows, num in enumerate(splits, start=1) if num > 1
+        ]
+        needed = max(2 * pairs * num for pairs, num in pairs_split)
+        assert needed <= len(scratch.partials) == len(scratch.logsumexps)
+        assert max(pairs for pairs, _ in pairs_split) <= len(scratch.arrived)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+@pytest.mark.parametrize("num_warps", [1, 2, 4])
+def test_the_order_in_which_splits_end_does_not_show(num_warps: int) -> None:
+    rows = decode_rows(
+        [1000 + 7 * row for row in range(16)],
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+    )
+    config = small_config(tile_len=32, num_warps=num_warps, num_programs=num_programs(rows, 16))
+    attend(rows, config)
+    rows.check()
+    first = rows.out.clone()
+    for _ in range(200):
+        rows.out.fill_(torch.nan)
+        attend(rows, config)
+        assert torch.equal(rows.out, first)
 
 
 @pytest.mark.gpu

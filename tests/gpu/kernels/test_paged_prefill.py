@@ -7,7 +7,7 @@ from tests.gpu.kernels.machine import DEVICE, DTYPES, MARKS, ON_GPU, random
 from tests.gpu.kernels.paged_rows import Rows
 
 pytest.importorskip("triton")
-from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_configs
+from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, few_tokens, paged_prefill, prefill_configs
 from asyncserve.gpu.kernels.paging import shared_bytes
 
 pytestmark = MARKS
@@ -24,6 +24,17 @@ def small_config(**changes: int) -> PrefillConfig:
 
 
 def attend(rows: Rows, config: PrefillConfig, *, first_row: int = 0) -> None:
+    """Serve a row and all behind it, as a step does whose rows the host knows."""
+    serve(
+        rows,
+        config,
+        first_row=first_row,
+        num_rows=len(rows.seq_lens) - first_row,
+        first_token=sum(rows.query_lens[:first_row]),
+    )
+
+
+def serve(rows: Rows, config: PrefillConfig, **which: Any) -> None:
     paged_prefill(
         rows.q,
         rows.keys,
@@ -33,13 +44,11 @@ def attend(rows: Rows, config: PrefillConfig, *, first_row: int = 0) -> None:
         rows.query_start,
         rows.out,
         scale=rows.scale,
-        first_row=first_row,
-        num_rows=len(rows.seq_lens) - first_row,
-        first_token=sum(rows.query_lens[:first_row]),
         config=config,
         window_len=rows.window_len,
         softcap=rows.softcap,
         sinks=rows.sinks,
+        **which,
     )
 
 
@@ -60,6 +69,62 @@ def test_rows_before_the_first_are_left_alone(first_row: int) -> None:
     rows = prefill_rows([(9, 1), (20, 1), (5, 1), (8, 8), (30, 4), (17, 16)])
     attend(rows, small_config(), first_row=first_row)
     rows.check(first_row=first_row)
+
+
+@pytest.mark.parametrize("first_row", [2, 3, 5])
+def test_the_first_row_may_be_known_on_the_device_alone(first_row: int) -> None:
+    rows = prefill_rows([(9, 1), (20, 1), (5, 1), (8, 8), (30, 4)])
+    on_device = torch.tensor([first_row], dtype=torch.int32, device=DEVICE)
+    # More rows than there are: the host knows a bound.
+    serve(rows, small_config(), first_row=on_device, num_rows=16)
+    rows.check(first_row=first_row)
+
+
+def test_no_row_is_served_if_the_first_is_behind_the_last() -> None:
+    rows = prefill_rows([(9, 1), (20, 1)])
+    on_device = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    serve(rows, small_config(), first_row=on_device, num_rows=3)
+    assert rows.out.isnan().all()
+
+
+def test_rows_of_one_token_can_be_left_to_the_decode_kernel_and_padding_has_none() -> None:
+    rows = prefill_rows([(9, 1), (20, 7), (5, 1), (8, 8), (0, 0), (0, 0)])
+    serve(rows, small_config(), first_row=0, num_rows=6, skips_single=True)
+    singles = [0, 8]
+    assert rows.out[singles].isnan().all()
+    others = [token for token in range(17) if token not in singles]
+    assert rows.out[others].isfinite().all()
+    served = rows.out.clone()
+    attend(rows, small_config())
+    rows.check()
+    assert torch.equal(rows.out[others], served[others])
+
+
+@pytest.mark.parametrize("leftover", [torch.nan, torch.inf])
+@pytest.mark.parametrize("window_len", [None, 20])
+def test_what_somebody_left_in_a_block_is_not_read(window_len: int | None, leftover: float) -> None:
+    rows = prefill_rows([(21, 21), (35, 3), (1, 1)], leftover=leftover, window_len=window_len, head_dim=24)
+    assert not rows.values[rows.block_table[1, 2].long(), :, -1].isfinite().any()
+    attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.slow
+def test_a_tile_finds_its_row_among_more_than_are_looked_at_together() -> None:
+    # Padding does not stand before other rows, but a kernel cannot tell, and interpreted it costs less.
+    lens = [(3, 2), *[(0, 0)] * 254, (5, 5), (20, 19), (1, 1), (17, 17)]
+    rows = prefill_rows(lens, num_heads=1, num_kv_heads=1, head_dim=16)
+    attend(rows, small_config(tile_rows=16))
+    rows.check()
+
+
+def test_few_tokens_are_those_that_long_tiles_would_leave_the_device_half_idle_for() -> None:
+    _, long = prefill_configs(head_dim=128, dtype=torch.bfloat16, shared_bytes=227 * 1024)
+    assert long.tile_rows == 128
+    limit = few_tokens(long, num_heads=32, num_kv_heads=8, num_sms=132)
+    # 33 tiles of 32 tokens, of 8 heads each, are two programs for each multiprocessor.
+    assert limit == 33 * 32
+    assert few_tokens(long, num_heads=16, num_kv_heads=8, num_sms=132) == 33 * 64
 
 
 @pytest.mark.slow

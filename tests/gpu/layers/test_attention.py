@@ -9,9 +9,11 @@ from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.layers.attention import Attention
 from asyncserve.gpu.layers.loading import finish_layers
+from asyncserve.gpu.layers.norm import RMSNorm
 from asyncserve.gpu.layers.rotary import Rotary
 from asyncserve.kv_spec import FullAttention, KVGroup
 from tests.gpu.kernels.machine import DEVICE, MARKS, random
+from tests.gpu.models.paged import no_samples
 
 pytest.importorskip("triton")
 
@@ -21,7 +23,10 @@ HIDDEN_SIZE, BLOCK_LEN = 24, 4
 
 def layer(
     *, fused: bool, dtype: torch.dtype, qk_norm_eps: float | None, window_len: int | None = None
-) -> Attention:
+) -> tuple[Attention, RMSNorm]:
+    norm = RMSNorm(HIDDEN_SIZE, eps=1e-5, dtype=dtype).to(DEVICE)
+    norm.weight.data.copy_(random(HIDDEN_SIZE, dtype=dtype, seed=40))
+    finish_layers(norm, fused=fused)
     made = Attention(
         layer_id=0,
         hidden_size=HIDDEN_SIZE,
@@ -37,7 +42,7 @@ def layer(
     for seed, parameter in enumerate(made.parameters()):
         parameter.data.copy_(random(*parameter.shape, dtype=dtype, seed=seed, scale=0.5))
     finish_layers(made, fused=fused)
-    return made
+    return made, norm
 
 
 def cache(dtype: str) -> KVCache:
@@ -65,6 +70,7 @@ def prompts(query_lens: list[int], starts: list[int]) -> Batch:
         slot_mapping=(torch.tensor(slots, device=DEVICE),),
         block_tables=(torch.tensor(tables, **int32),),
         sample_tokens=torch.tensor([query_lens[0] - 1, sum(query_lens) - 1], device=DEVICE),
+        sample_rows=no_samples(DEVICE),
         query_lens_host=tuple(query_lens),
         seq_lens_host=tuple(seq_lens),
         num_decode_rows=2 if query_lens == [1, 1] else 0,
@@ -91,10 +97,13 @@ def test_with_the_kernel_it_gives_and_caches_what_it_does_without(
         results = []
         for fused, kv_cache in ((False, plain_cache), (True, fused_cache)):
             attention = StepAttention(backend, batch, kv_cache, backend.plan(batch, kv_cache))
-            attend = layer(
+            attend, norm = layer(
                 fused=fused, dtype=torch_dtype, qk_norm_eps=qk_norm_eps, window_len=window_len
-            ).forward
-            results.append(attend(hidden, rotary.forward(batch.positions), attention))
+            )
+            result = hidden.clone()
+            attend.forward(result, norm, rotary.forward(batch.positions), attention)
+            results.append(result)
+        assert not torch.equal(results[0], hidden)
         torch.testing.assert_close(results[1], results[0], atol=tolerance, rtol=tolerance)
         for plain, fused_one in zip(
             (plain_cache.keys[0], plain_cache.values[0]),

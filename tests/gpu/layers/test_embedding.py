@@ -19,8 +19,11 @@ def test_logits_are_products_with_the_rows_of_the_matrix(is_tied: bool, dtype: t
     after = head.forward(hidden)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for logits in (before, after):
-        assert logits.dtype == torch.float32
-        torch.testing.assert_close(logits, hidden.float() @ matrix.T, atol=tolerance, rtol=tolerance)
+        assert logits.dtype == dtype
+        torch.testing.assert_close(logits.float(), hidden.float() @ matrix.T, atol=tolerance, rtol=tolerance)
+    given = torch.empty(3, 50, dtype=dtype)
+    assert head.forward(hidden, out=given) is given
+    assert torch.equal(given, after)
 
 
 def test_a_tied_head_has_no_parameter_of_its_own_and_leaves_the_table_for_look_ups() -> None:

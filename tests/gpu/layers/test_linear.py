@@ -1,7 +1,9 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 from asyncserve.gpu.layers.linear import Linear, pack_weight, packed_linear
+from asyncserve.gpu.layers.norm import RMSNorm
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -31,6 +33,26 @@ def test_a_finished_layer_gives_what_the_plain_product_gives(
         assert after.dtype == before.dtype == dtype
         torch.testing.assert_close(after.float(), exact, atol=TOLERANCES[dtype] * 4, rtol=TOLERANCES[dtype])
         torch.testing.assert_close(before.float(), exact, atol=TOLERANCES[dtype] * 4, rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_input_is_normalized_and_the_product_added_to_the_residual_in_place(
+    bias: bool, is_finished: bool
+) -> None:
+    layer, norm = filled(24, 40, bias=bias, dtype=torch.float32), RMSNorm(24, eps=1e-2, dtype=torch.float32)
+    norm.weight.data.uniform_(-1, 1)
+    norm.finish_loading()
+    x, residual = torch.randn(3, 24), torch.randn(3, 40)
+    assert layer.weight is not None
+    normed = F.rms_norm(x, (24,), norm.weight, 1e-2)
+    expected = residual + F.linear(normed, layer.weight, layer.bias)
+    before = x.clone()
+    if is_finished:
+        layer.finish_loading()
+    assert layer.forward(x, norm=norm, residual=residual) is residual
+    torch.testing.assert_close(residual, expected)
+    assert torch.equal(x, before)
 
 
 def test_packing_frees_the_plain_weight_and_keeps_the_bias() -> None:

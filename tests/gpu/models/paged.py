@@ -10,7 +10,7 @@ import torch
 
 from asyncserve.gpu.attention.interface import AttentionBackend, StepAttention
 from asyncserve.gpu.attention.reference import ReferenceAttention
-from asyncserve.gpu.batch import Batch
+from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.layers.loading import finish_layers
 from asyncserve.gpu.models.interface import Model
@@ -49,6 +49,12 @@ def build_model(
     else:
         finish_layers(model, fused=fused)
     return model
+
+
+def no_samples(device: torch.device) -> SampleRows:
+    """Return the rows of a batch whose tokens nobody samples."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return SampleRows(slots=nothing.to(torch.int32), positions=nothing, write_back=nothing, result_row=None)
 
 
 class PagedRun:
@@ -111,6 +117,7 @@ class PagedRun:
             slot_mapping=(torch.cat(slot_mapping).to(self.device),),
             block_tables=(self.block_tables[slots].to(self.device, torch.int32),),
             sample_tokens=(query_start[1:] - 1).to(self.device),
+            sample_rows=no_samples(self.device),
             query_lens_host=tuple(query_lens),
             seq_lens_host=tuple(seq_lens),
             num_decode_rows=sum(1 for length in query_lens if length == 1),

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncserve.gpu.sampling.gumbel import row_keys
+from asyncserve.gpu.sampling.gumbel import row_keys, seed_keys
 from asyncserve.gpu.sampling.sampler import Sampler
 from asyncserve.request import SamplingParams
 from asyncserve.step import SlotAssignment
@@ -42,7 +42,7 @@ def assignment(
 
 def keys_of(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> torch.Tensor:
     both = np.broadcast_arrays(np.atleast_1d(np.asarray(seeds, np.uint64)), np.asarray(positions, np.uint64))
-    return torch.from_numpy(row_keys(both[0].copy(), both[1].copy())).unsqueeze(1)
+    return torch.from_numpy(row_keys(seed_keys(both[0].copy()), both[1].copy())).unsqueeze(1)
 
 
 def assert_drawn_from(

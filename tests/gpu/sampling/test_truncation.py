@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncserve.gpu.sampling.sampler import draw_rows, sorted_threshold
+from asyncserve.gpu.sampling.drawing import draw_rows, sorted_threshold
 from asyncserve.gpu.sampling.truncation import (
     NUM_CANDIDATES,
     NUM_VALUES,

@@ -1,0 +1,235 @@
+"""Where a step's inputs are made: on the host in numpy, or on the device by a kernel.
+
+Takes a plan and gives its `Batch`, in two moves: `take` reads the plan and queues what the device must be
+told; `batch` launches what makes the tensors, in shapes that may have room for more rows and tokens than the
+step has, so that a CUDA graph can hold it. Knows no model and no sampling parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from asyncserve.gpu.batch import Batch, Padded, SampleRows, build_batch
+from asyncserve.gpu.block_tables import BlockTable
+from asyncserve.gpu.device import Device
+from asyncserve.gpu.slots import SlotTable
+from asyncserve.gpu.staging import Int32Array, Int64Array, Staging
+from asyncserve.step import StepPlan
+
+_BLOCKS_PER_GRAPH = 16 * 1024
+"""New blocks that a step run by a graph can bring: those of a quarter of a million tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """What a launch has room for.
+
+    Args:
+        num_rows: Sequences.
+        num_tokens: Positions computed.
+        num_long_rows: Of the rows, those behind the leading ones of one token. 0: each row is one token and
+            samples, so that sampling row i is row i.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_long_rows: int = 0
+
+
+class StepInputs(Protocol):
+    """One way to make the inputs; it holds one step at a time.
+
+    Attributes:
+        is_on_device: Whether the tensors are made by kernels from persistent memory, so that a graph can.
+    """
+
+    is_on_device: bool
+
+    def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
+        """Read a plan, whose admissions and appends are applied already, and queue its copy to the device.
+
+        Args:
+            plan: At least one sequence.
+            size: What there is room for; None for just this step.
+            result_row: As `SampleRows.result_row`.
+
+        Returns:
+            Whether it fits what a graph can take; without a `size` always.
+
+        Raises:
+            InvariantError: A block table does not cover its row.
+        """
+
+    def batch(self, size: StepSize | None = None) -> Batch:
+        """Launch what makes the step's tensors and return them.
+
+        Args:
+            size: What there is room for; the step's own size, or what `take` was given. With it the batch
+                is `padded`. None for just the step taken.
+        """
+
+    def settle(self) -> None:
+        """Take note that what `take` queued will be used: the device's block tables are up to date."""
+
+
+class HostInputs:
+    """Inputs made in numpy, whose calls cost a fifth of torch's at these sizes.
+
+    Args:
+        slots: Where input ids are gathered from.
+        block_tables: One per KV group.
+        staging: Takes everything to the device in one copy.
+    """
+
+    is_on_device = False
+
+    def __init__(self, slots: SlotTable, block_tables: Sequence[BlockTable], staging: Staging) -> None:
+        self._slots = slots
+        self._block_tables = block_tables
+        self._staging = staging
+        self._plan: StepPlan | None = None
+
+    def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
+        """Keep the plan."""
+        assert size is None, "inputs made on the host have the step's size"
+        self._plan = plan
+        return True
+
+    def batch(self, size: StepSize | None = None) -> Batch:
+        """Build the batch of the plan taken."""
+        assert self._plan is not None
+        return build_batch(self._plan, self._slots, self._block_tables, self._staging)
+
+    def settle(self) -> None:
+        """Do nothing: the device keeps no tables."""
+
+
+class DeviceInputs:
+    """Inputs made by `kernels/input_preparation.py` from block tables and tokens that live on the device.
+
+    Args:
+        slots: Whose history the input ids come from.
+        block_tables: One per KV group, on the host; the device's copies are made here.
+        staging: For the one copy a step.
+        device: Where.
+    """
+
+    is_on_device = True
+
+    def __init__(
+        self, slots: SlotTable, block_tables: Sequence[BlockTable], staging: Staging, device: Device
+    ) -> None:
+        # Imported here: it brings Triton, which a CPU has no use for.
+        from asyncserve.gpu.kernels import input_preparation
+
+        self._kernels = input_preparation
+        self._slots = slots
+        self._block_tables = block_tables
+        self._block_lens = [table.block_len for table in block_tables]
+        self._staging = staging
+        self._on_device = [
+            torch.zeros((slots.num_slots, table.max_blocks), dtype=torch.int32, device=device.torch_device)
+            for table in block_tables
+        ]
+        offsets = input_preparation.field_offsets(slots.num_slots, len(block_tables))
+        # Graphs read from this place; a step with more is run without one, from a place of its own.
+        self._persistent = torch.zeros(
+            offsets.blocks + _BLOCKS_PER_GRAPH, dtype=torch.int32, device=device.torch_device
+        )
+        self._packed = self._persistent
+        self._row_slots: Int64Array = np.empty(0, np.int64)
+        self._query_lens: Int64Array = self._row_slots
+        self._seq_lens: Int64Array = self._row_slots
+        self._num_samples = self._num_decode_rows = 0
+
+    def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
+        """Pack the step's row numbers and what the device's block tables lack, and queue the copy."""
+        num_rows = len(plan.sequences)
+        fields = np.fromiter(chain.from_iterable(plan.sequences), np.int64, 4 * num_rows).reshape(num_rows, 4)
+        row_slots, starts, query_lens, samples = np.ascontiguousarray(fields.T)
+        seq_lens = starts + query_lens
+        sample_rows = samples.nonzero()[0]
+        self._row_slots, self._query_lens, self._seq_lens = row_slots, query_lens, seq_lens
+        self._num_samples = len(sample_rows)
+        is_long = query_lens != 1
+        self._num_decode_rows = int(is_long.argmax()) if is_long.any() else num_rows
+        room = size.num_rows if size is not None else num_rows
+        unsent = [table.unsent(row_slots, seq_lens) for table in self._block_tables]
+        offsets = self._kernels.field_offsets(room, len(unsent))
+        num_elements = offsets.blocks + sum(len(blocks) for _, _, blocks in unsent)
+        if size is not None and num_elements > len(self._persistent):
+            return False
+
+        packed: Int32Array = np.zeros(num_elements, np.int32)
+        query_ends = np.cumsum(query_lens)
+        packed[:5] = num_rows, query_ends[-1], len(sample_rows), result_row, self._num_decode_rows
+        packed[offsets.slots : offsets.slots + num_rows] = row_slots
+        packed[offsets.seq_lens : offsets.seq_lens + num_rows] = seq_lens
+        packed[offsets.query_start + 1 : offsets.query_start + 1 + num_rows] = query_ends
+        packed[offsets.query_start + 1 + num_rows : offsets.query_start + 1 + room] = query_ends[-1]
+        packed[offsets.sample_rows : offsets.sample_rows + len(sample_rows)] = sample_rows
+        begin = offsets.blocks
+        for offset, (sent, counts, blocks) in zip(offsets.groups, unsent, strict=True):
+            packed[offset : offset + num_rows] = sent
+            packed[offset + room] = begin
+            packed[offset + room + 1 : offset + room + 1 + num_rows] = begin + np.cumsum(counts)
+            packed[begin : begin + len(blocks)] = blocks
+            begin += len(blocks)
+
+        self._packed = self._persistent
+        if num_elements > len(self._persistent):
+            self._packed = self._persistent.new_empty(num_elements)
+        self._staging.fill(self._packed, packed)
+        return True
+
+    def take_nothing(self, size: StepSize) -> None:
+        """Queue a step without sequences, all of whose rows are padding: what graphs are captured with."""
+        offsets = self._kernels.field_offsets(size.num_rows, len(self._block_tables))
+        self._staging.fill(self._persistent, np.zeros(offsets.blocks, np.int32))
+
+    def batch(self, size: StepSize | None = None) -> Batch:
+        """Launch the kernel; without a size the batch has the host's facts of the step taken, too."""
+        if size is None:
+            num_rows, num_tokens = len(self._row_slots), int(self._query_lens.sum())
+            num_samples, packed = self._num_samples, self._packed
+        else:
+            num_rows, num_tokens = size.num_rows, size.num_tokens
+            num_samples, packed = num_rows, self._persistent
+        made = self._kernels.prepare_inputs(
+            packed,
+            self._slots.history,
+            self._on_device,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            history_width=self._slots.width,
+            block_lens=self._block_lens,
+        )
+        offsets = self._kernels.field_offsets(num_rows, len(self._block_tables))
+        return Batch(
+            input_ids=made.input_ids,
+            positions=made.positions,
+            query_start=packed[offsets.query_start : offsets.query_start + num_rows + 1],
+            seq_lens=packed[offsets.seq_lens : offsets.seq_lens + num_rows],
+            slot_mapping=made.slot_mapping,
+            block_tables=made.block_tables,
+            sample_tokens=made.sample_tokens[:num_samples],
+            query_lens_host=tuple(self._query_lens.tolist()) if size is None else (),
+            seq_lens_host=tuple(self._seq_lens.tolist()) if size is None else (),
+            num_decode_rows=self._num_decode_rows if size is None else num_rows,
+            padded=None if size is None else Padded(num_long_rows=size.num_long_rows, first_long_row=packed[4:5]),
+            sample_rows=SampleRows(
+                slots=made.sample_slots[:num_samples],
+                positions=made.sample_positions[:num_samples],
+                write_back=made.write_back[:num_samples],
+                result_row=packed[3:4],
+            ),
+        )
+
+    def settle(self) -> None:
+        """Mark the rows' tables as sent."""
+        for table in self._block_tables:
+            table.mark_sent(self._row_slots)

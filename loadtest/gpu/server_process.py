@@ -1,0 +1,206 @@
+"""The server as a process of its own: started on given cores, waited for, read out, stopped.
+
+Takes a command line, gives a `ServerProcess`: its address, the times of its start, its figures from
+`/metrics`. Everything it logs goes to a file, whose last lines are told when it does not start. Blocking:
+whoever measures does nothing else meanwhile.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.02
+STOP_LIMIT_S = 20.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks the server itself, whatever proxy the environment names."""
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})? (\S+)$")
+
+
+class ServerFailed(Exception):
+    """The server ended, or did not do in time what was waited for."""
+
+
+class ServerProcess:
+    """A server that has been started.
+
+    Args:
+        process: Its process.
+        url: Base URL.
+        log: File of its output.
+        started_s: When it was started, `time.perf_counter`.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str, log: Path, started_s: float) -> None:
+        self.process = process
+        self.url = url
+        self.log = log
+        self.started_s = started_s
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of a GET; status 0 if there is no answer."""
+        return self._ask(urllib.request.Request(self.url + path))
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Send one request and wait for its whole answer.
+
+        Raises:
+            ServerFailed: It is no answer.
+        """
+        fields = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        headers = {"Content-Type": "application/json"}
+        body = json.dumps(fields).encode()
+        status, answer = self._ask(urllib.request.Request(f"{self.url}/v1/completions", body, headers))
+        if status != 200:
+            raise ServerFailed(f"HTTP {status}: {answer[:300].decode(errors='replace')}")
+
+    def wait_for_status(self, path: str, limit_s: float) -> float:
+        """Wait until a path answers with 200; return the seconds since the server was started.
+
+        Raises:
+            ServerFailed: It ended, or took too long.
+        """
+        while self.get(path)[0] != 200:
+            self._check(path, limit_s)
+        return time.perf_counter() - self.started_s
+
+    def wait_until_warm(self, limit_s: float) -> float:
+        """Wait until no CUDA graph is left to be captured; return the seconds since the start.
+
+        Raises:
+            ServerFailed: It ended, or took too long.
+        """
+        while self.metrics()["asyncserve:graphs_pending"]:
+            self._check("the last graph", limit_s)
+        return time.perf_counter() - self.started_s
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return every sample of /metrics by name, labels added up; 0 for what is not there.
+
+        Raises:
+            ServerFailed: There is no such page.
+        """
+        status, page = self.get("/metrics")
+        if status != 200:
+            raise ServerFailed(f"/metrics: HTTP {status}:\n{self.last_lines(30)}")
+        return samples(page.decode())
+
+    def last_lines(self, count: int) -> str:
+        """Return the last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+    def stop(self) -> None:
+        """Ask it to end, and end it if it does not."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def _check(self, waited_for: str, limit_s: float) -> None:
+        if self.process.poll() is not None:
+            raise ServerFailed(
+                f"the server ended with status {self.process.returncode}:\n{self.last_lines(30)}"
+            )
+        if time.perf_counter() - self.started_s > limit_s:
+            raise ServerFailed(f"{waited_for} did not come in {limit_s:g} s:\n{self.last_lines(30)}")
+        time.sleep(POLL_S)
+
+    def _ask(self, request: urllib.request.Request) -> tuple[int, bytes]:
+        try:
+            with _OPENER.open(request, timeout=60) as answer:
+                return int(answer.status), answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+        except OSError:  # nobody listens yet
+            return 0, b""
+
+
+def samples(page: str) -> Mapping[str, float]:
+    """Return the samples of a Prometheus page by name, labels added up."""
+    values: dict[str, float] = defaultdict(float)
+    for line in page.splitlines():
+        if (found := _SAMPLE.match(line)) is not None:
+            values[found[1]] += float(found[2])
+    return values
+
+
+def command(model: str, options: Mapping[str, Any], *, port: int) -> list[str]:
+    """Return the command line of a server; options by their field names."""
+    parts = [sys.executable, "-m", "asyncserve", model, "--host=127.0.0.1", f"--port={port}"]
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            parts.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list | tuple):
+            parts += [f"--{flag}", *map(str, value)]
+        else:
+            parts.append(f"--{flag}={value}")
+    return parts
+
+
+@contextmanager
+def running(
+    model: str, options: Mapping[str, Any], *, cores: Sequence[int], log: Path
+) -> Iterator[ServerProcess]:
+    """Run a server for the duration of the block, on the given cores; its log goes to a file."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    with log.open("wb") as output, on_cores(cores):
+        started_s = time.perf_counter()
+        process = subprocess.Popen(
+            command(model, options, port=port), stdout=output, stderr=subprocess.STDOUT
+        )
+    server = ServerProcess(process, f"http://127.0.0.1:{port}", log, started_s)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Let what is started in the block run on the given cores only."""
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # a sandbox may not let it
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def split_cores() -> tuple[list[int], list[int]]:
+    """Return the cores of the server and those of the clients: half each, or one and the same.
+
+    Two threads of one core go to the same side.
+    """
+    cores = sorted(os.sched_getaffinity(0), key=lambda core: (_first_sibling(core), core))
+    if len(cores) == 1:
+        return cores, cores
+    half = len(cores) // 2
+    return cores[:half], cores[half:]
+
+
+def _first_sibling(core: int) -> int:
+    try:
+        listed = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return core
+    found = re.match(r"\d+", listed)
+    return core if found is None else int(found[0])

@@ -1,0 +1,193 @@
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from asyncserve.gpu.sampling.truncation import RowShapes, largest_values, truncate
+from tests.gpu.kernels.machine import DEVICE, DTYPES, MARKS, ON_GPU
+
+pytest.importorskip("triton")
+from asyncserve.gpu.kernels.truncation import DEFAULT_CONFIG, TruncationConfig, find_thresholds
+
+pytestmark = MARKS
+
+# So that short rows have several programs, and more groups than are looked at together.
+SMALL = TruncationConfig(groups_per_program=8, num_warps=4, groups_at_once=32, row_warps=4)
+
+
+class Rule(NamedTuple):
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    temperature: float = 1.0
+
+
+RULES = [
+    Rule(top_k=1),
+    Rule(top_k=5),
+    Rule(top_k=50, temperature=0.7),
+    Rule(top_k=400),  # more than there are groups
+    Rule(top_k=1499),
+    Rule(top_p=0.01),
+    Rule(top_p=0.5, temperature=2.0),
+    Rule(top_p=0.9),
+    Rule(top_p=0.9999, temperature=0.3),
+    Rule(min_p=0.3),
+    Rule(min_p=1.0),
+    Rule(top_k=20, top_p=0.8),
+    Rule(top_k=300, top_p=0.3, min_p=0.001),
+    Rule(top_p=0.7, min_p=0.02),
+    Rule(top_k=40, min_p=0.4),
+]
+SHAPES = [(1500, 1.0), (1011, 6.0)] + ([(151_936, 1.0), (151_936, 4.0), (128_256, 0.05)] if ON_GPU else [])
+"""Vocabularies, and how far logits stray."""
+
+
+def shapes_of(rules: list[Rule]) -> RowShapes:
+    shapes = RowShapes.empty(len(rules))
+    for row, rule in enumerate(rules):
+        shapes.set(row, **rule._asdict())
+    return shapes
+
+
+def thresholds_of(
+    logits: torch.Tensor,
+    shapes: RowShapes,
+    *,
+    slots: list[int] | None = None,
+    config: TruncationConfig = DEFAULT_CONFIG,
+) -> torch.Tensor:
+    slot_ids = torch.tensor(range(len(logits)) if slots is None else slots, dtype=torch.int32, device=DEVICE)
+    return find_thresholds(
+        logits.to(DEVICE),
+        slot_ids,
+        inv_temperature=torch.from_numpy(shapes.inv_temperature).to(DEVICE),
+        top_k=torch.from_numpy(shapes.top_k).to(DEVICE),
+        top_p=torch.from_numpy(shapes.top_p).to(DEVICE),
+        min_p=torch.from_numpy(shapes.min_p).to(DEVICE),
+        config=config,
+    ).cpu()
+
+
+def kept(logits: torch.Tensor, shapes: RowShapes, config: TruncationConfig = DEFAULT_CONFIG) -> torch.Tensor:
+    return logits.float() >= thresholds_of(logits, shapes, config=config).unsqueeze(1)
+
+
+def kept_by_sorting(logits: torch.Tensor, shapes: RowShapes) -> torch.Tensor:
+    whole = logits.float()
+    return whole >= truncate(largest_values(whole, whole.shape[1]), shapes).threshold
+
+
+def some_logits(num_rows: int, vocab: int, spread: float = 1.0, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab, generator=generator) * spread
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [SMALL, DEFAULT_CONFIG], ids=["small", "default"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "spread"), SHAPES)
+def test_what_is_kept_is_what_sorting_keeps(
+    vocab: int, spread: float, dtype: torch.dtype, config: TruncationConfig
+) -> None:
+    logits = some_logits(len(RULES), vocab, spread).to(dtype)
+    shapes = shapes_of(RULES)
+    expected, result = kept_by_sorting(logits, shapes), kept(logits, shapes, config)
+    for row, rule in enumerate(RULES):
+        if vocab < 10_000:
+            assert torch.equal(result[row], expected[row]), rule
+            continue
+        # Of so many the last bit of a sum can decide, by one value more or less.
+        whole = logits[row].float()
+        values = whole.unique()
+        ranks = [int((values < whole[mask[row]].min()).sum()) for mask in (result, expected)]
+        assert abs(ranks[0] - ranks[1]) <= 1, rule
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", [Rule(top_k=3), Rule(top_p=0.4), Rule(top_k=2, top_p=0.5), Rule(min_p=0.9)])
+def test_equal_logits_are_kept_together(rule: Rule, dtype: torch.dtype) -> None:
+    rows = torch.zeros(3, 300)
+    rows[1] = -2.5
+    rows[2, 100:] = -50.0
+    assert torch.equal(kept(rows.to(dtype), shapes_of([rule] * 3), SMALL), rows > -50.0)
+
+
+def test_tokens_tied_with_the_last_of_top_k_count_in_the_share_of_top_p() -> None:
+    """Three likely tokens and thousands of equal ones with two thirds of the mass: half of it needs those."""
+    rows = torch.zeros(1, 4097)
+    rows[0, :3] = torch.tensor([5.0, 6.0, 7.0])
+    assert kept(rows, shapes_of([Rule(top_k=10, top_p=0.5)])).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_of_either_sign_is_one_value(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[-1.0, 0.0, -0.0, 1.0] * 20], dtype=dtype)
+    for top_k, least in ((20, 1.0), (21, 0.0), (60, 0.0), (61, -1.0)):
+        result = kept(rows, shapes_of([Rule(top_k=top_k)]), SMALL)
+        assert torch.equal(result, rows >= least)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 100.0])
+def test_extreme_temperatures_cut_where_sorting_does(temperature: float) -> None:
+    logits = some_logits(4, 500, 8.0)
+    rules = [Rule(top_p=p, min_p=m, temperature=temperature) for p in (0.3, 0.99) for m in (0.0, 0.5)]
+    assert torch.equal(kept(logits, shapes_of(rules), SMALL), kept_by_sorting(logits, shapes_of(rules)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", [Rule(top_k=2), Rule(top_p=0.95), Rule(top_k=5, top_p=0.9), Rule(min_p=0.5)])
+def test_forbidden_tokens_have_no_weight(rule: Rule, dtype: torch.dtype) -> None:
+    rows = torch.full((2, 700), -torch.inf)
+    rows[0, [3, 200, 699]] = torch.tensor([1.0, 3.0, 1.5])
+    rows[1, 500] = -7.0
+    expected = kept_by_sorting(rows, shapes_of([rule] * 2)) & rows.isfinite()
+    assert torch.equal(kept(rows.to(dtype), shapes_of([rule] * 2), SMALL) & rows.isfinite(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_and_smallest_of_a_dtype_are_ordered(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    row = torch.tensor([[info.min, -1.0, -info.tiny, 0.0, info.tiny, 1.0, info.max] * 3], dtype=dtype)
+    values = row[0, :7]
+    for rank in range(1, 8):
+        result = kept(row, shapes_of([Rule(top_k=3 * rank)]), SMALL)
+        assert torch.equal(result, row >= values[7 - rank])
+
+
+def test_the_smallest_share_keeps_the_likeliest_token() -> None:
+    logits = some_logits(1, 300)
+    assert kept(logits, shapes_of([Rule(top_p=1e-300)]), SMALL).sum() == 1
+
+
+def test_rows_that_cut_nothing_get_minus_infinity() -> None:
+    logits = some_logits(4, 200)
+    shapes = shapes_of([Rule(), Rule(temperature=0.5), Rule(top_k=200), Rule(top_k=3)])
+    shapes.set_greedy(3)
+    assert thresholds_of(logits, shapes, config=SMALL).tolist() == [-torch.inf] * 4
+
+
+def test_a_row_is_its_slots_and_padding_is_left_alone() -> None:
+    logits = some_logits(3, 200)
+    shapes = shapes_of([Rule(top_k=1), Rule(top_k=2), Rule(top_k=3), Rule(top_k=4)])
+    result = thresholds_of(logits, shapes, slots=[3, -1, 1], config=SMALL)
+    counts = (logits >= result.unsqueeze(1)).sum(1)
+    assert counts[0] == 4
+    assert counts[2] == 2
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_is_cut_as_if_alone_whatever_stands_beside_it(bad: float) -> None:
+    logits = some_logits(len(RULES), 700, 2.0).to(torch.bfloat16)
+    shapes = shapes_of(RULES)
+    together = thresholds_of(logits, shapes)
+    logits[3, 100] = bad
+    logits[7, 0] = bad
+    beside_bad = thresholds_of(logits, shapes)
+    for row in range(len(RULES)):
+        if row not in (3, 7):
+            alone = thresholds_of(logits[row : row + 1], shapes.take(np.array([row])))
+            assert together[row] == beside_bad[row] == alone[0]
