@@ -125,7 +125,7 @@ def other_configs(product: Product, num_tokens: int) -> list[SmallLinearConfig]:
             # Of the weight, and of x, in 16 bytes a thread's registers hold at a time.
             kept, x_kept = sides * rows * tile_len // (256 * warps), tile_len // (256 * per_row)
             fits = per_row <= warps <= sides * rows * per_row and x_kept <= (4 if product.has_norm else 16)
-            if fits and 2 <= kept <= 8 * (1 + (x_kept <= 4)):
+            if fits and 2 <= kept <= (16 if x_kept <= 4 and tile_len >= in_features else 8):
                 found.append(
                     SmallLinearConfig(rows=rows, tile_len=tile_len, num_warps=warps, warps_per_row=per_row)
                 )

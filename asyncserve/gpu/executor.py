@@ -28,8 +28,9 @@ from asyncserve.step import ExecutorInfo, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
+_IDLE_AFTER_S = 0.05
 _CAPTURE_PAUSE_S = 1.0
-"""Time between two captures while sequences run: each holds up the next step for tens of milliseconds."""
+"""Time between two captures on a busy device: each holds up the next step for tens of milliseconds."""
 
 _Job = tuple[StepPlan, "asyncio.Future[StepOutput]"]
 
@@ -147,20 +148,18 @@ class ThreadExecutor:
 
     def _next_job(self, runner: ModelRunner) -> _Job | None:
         """Return the next step, and capture graphs while there is none."""
+        # Slots are given back by the next plan, so an idle server is one that gets none for a while.
+        patience_s = _IDLE_AFTER_S if runner.num_occupied else 0.0
         while runner.graphs_pending and not self._is_stopping:
-            now_s = time.monotonic()
-            is_due = not runner.num_occupied or now_s >= self._next_capture_s
+            if time.monotonic() >= self._next_capture_s:
+                patience_s = 0.0
             try:
-                if is_due:
-                    job = self._inbox.get_nowait()
-                else:
-                    job = self._inbox.get(timeout=self._next_capture_s - now_s)
+                return self._inbox.get(timeout=patience_s) if patience_s else self._inbox.get_nowait()
             except Empty:
                 runner.capture_next()
                 self._graphs_pending = runner.graphs_pending
                 self._next_capture_s = time.monotonic() + _CAPTURE_PAUSE_S
-            else:
-                return job
+                patience_s = 0.0
         return self._inbox.get()
 
     def _fail_waiting(self, completions: CompletionQueue) -> None:

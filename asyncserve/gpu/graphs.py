@@ -52,11 +52,9 @@ class GraphPool:
 
     Args:
         sizes: To be captured.
-        capture: Captures one; called on the device thread.
     """
 
-    def __init__(self, sizes: Sequence[StepSize], capture: Callable[[StepSize], StepGraph]) -> None:
-        self._capture = capture
+    def __init__(self, sizes: Sequence[StepSize]) -> None:
         self._waiting = sorted(sizes, key=_cost)
         # Ascending, so that the first that fits is the smallest.
         self._ready: list[StepGraph] = []
@@ -66,11 +64,15 @@ class GraphPool:
         """Sizes not captured yet."""
         return len(self._waiting)
 
-    def capture_next(self) -> None:
-        """Capture the largest size that is left; if that fails, give up on all that are."""
+    def capture_next(self, capture: Callable[[StepSize], StepGraph]) -> None:
+        """Capture the largest size that is left; if that fails, give up on all that are.
+
+        Args:
+            capture: Captures one. Not kept: who captures also owns the pool.
+        """
         size = self._waiting.pop()
         try:
-            graph = self._capture(size)
+            graph = capture(size)
         except Exception as error:  # torch's errors and Triton's have no common base
             # Steps run without graphs, too. What could not be captured now will hardly be later.
             logger.warning(

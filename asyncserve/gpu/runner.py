@@ -94,7 +94,7 @@ class ModelRunner:
             assert not attention.reads_unwritten, "the device's tables end where a sequence ends"
             self._inputs = DeviceInputs(self._slots, self._block_tables, self._staging, device)
             self._results = ResultRing(device, num_slots=num_slots)
-        self._graphs = GraphPool(graph_sizes, self._capture)
+        self._graphs = GraphPool(graph_sizes)
         self._graph_memory = device.graph_pool()
         self._graph_rows = max((size.num_rows for size in graph_sizes), default=0)
         self._graph_logits: torch.Tensor | None = None
@@ -118,7 +118,7 @@ class ModelRunner:
     def capture_next(self) -> None:
         """Capture one graph more, the largest that is left; steps may be in flight."""
         with torch.inference_mode():
-            self._graphs.capture_next()
+            self._graphs.capture_next(self._capture)
 
     def run(self, plan: StepPlan) -> PendingOutput:
         """Launch one step.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asyncserve.checkpoint import Checkpoint, CheckpointFormat
+from asyncserve.gpu.graphs import mixed_sizes
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.gpu.startup import start_runner
 from tests.fakes.plan_driver import PlanDriver
@@ -246,7 +247,12 @@ def test_startup_captures_what_it_was_told_and_nothing_if_steps_are_to_be_eager(
         generation_config={},
     )
     answers = []
-    for eager, sizes, num_graphs in ((True, (), 0), (False, (2, 3, 99), 2), (False, (), 4)):
+    with_prompts = len(mixed_sizes(5, token_budget=8192))
+    for eager, sizes, num_graphs in (
+        (True, (), 0),
+        (False, (2, 3, 99), 2 + with_prompts),
+        (False, (), 4 + with_prompts),
+    ):
         runner, info = start_runner(
             checkpoint,
             device="cuda",

@@ -25,9 +25,9 @@ def graph_of(captured: StepSize) -> StepGraph:
 
 
 def pool_of(*sizes: StepSize) -> GraphPool:
-    pool = GraphPool(sizes, graph_of)
+    pool = GraphPool(sizes)
     while pool.num_pending:
-        pool.capture_next()
+        pool.capture_next(graph_of)
     return pool
 
 
@@ -43,13 +43,13 @@ def test_the_largest_is_captured_first() -> None:
         order.append(captured.num_tokens)
         return graph_of(captured)
 
-    pool = GraphPool([size(4), size(64, 512, 8), size(16)], capture)
+    pool = GraphPool([size(4), size(64, 512, 8), size(16)])
     assert pool.num_pending == 3
     assert found(pool, size(1)) is None
-    pool.capture_next()
+    pool.capture_next(capture)
     assert found(pool, size(1)) == size(64, 512, 8)
-    pool.capture_next()
-    pool.capture_next()
+    pool.capture_next(capture)
+    pool.capture_next(capture)
     assert order == [512, 16, 4]
     assert pool.num_pending == 0
 
@@ -78,9 +78,9 @@ def test_after_a_failed_capture_the_rest_is_left_and_what_is_there_is_used() -> 
             raise RuntimeError("CUDA out of memory")
         return graph_of(captured)
 
-    pool = GraphPool([size(2), size(4), size(8)], capture)
-    pool.capture_next()
-    pool.capture_next()
+    pool = GraphPool([size(2), size(4), size(8)])
+    pool.capture_next(capture)
+    pool.capture_next(capture)
     assert pool.num_pending == 0
     assert found(pool, size(2)) == size(8)
 

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from asyncserve.gpu.kernels.shared_memory import prefer_shared_memory
+
 _LEAST_CAPABILITY = (9, 0)
 
 
@@ -43,5 +45,6 @@ def launch_options() -> dict[str, bool]:
     """
     if not isinstance(wait_for_previous, triton.JITFunction):  # the interpreter
         return {"USE_PDL": False}
+    prefer_shared_memory()
     is_new_enough = torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
     return {"USE_PDL": is_new_enough, "launch_pdl": is_new_enough}

@@ -166,10 +166,11 @@ def _find_winners(
     wait_for_previous(USE_PDL)
     let_next_begin(USE_PDL)
     slot = tl.load(slots_ptr + row)
+    block = part * BLOCKS + tl.arange(0, BLOCKS)
+    ids = block[:, None] * _BLOCK_LEN + tl.arange(0, _BLOCK_LEN)[None, :]
+    # For padding, too: these loads need not wait for that of the slot.
+    x = load_logits(logits_ptr + row * logits_stride + ids, ids < VOCAB)
     if slot >= 0:
-        block = part * BLOCKS + tl.arange(0, BLOCKS)
-        ids = block[:, None] * _BLOCK_LEN + tl.arange(0, _BLOCK_LEN)[None, :]
-        x = load_logits(logits_ptr + row * logits_stride + ids, ids < VOCAB)
         block_maxima = tl.max(x, 1)
         maximum = tl.max(block_maxima, 0)
         inv_temperature = tl.load(inv_temperature_ptr + slot)
@@ -219,12 +220,13 @@ def _finish_rows(
     wait_for_previous(USE_PDL)
     let_next_begin(USE_PDL)
     slot = tl.load(slots_ptr + row)
+    part = tl.arange(0, PADDED_PARTS)
+    has_part = part < NUM_PARTS
+    place = row * NUM_PARTS + part
+    maxima = tl.load(maxima_ptr + place, mask=has_part, other=float("-inf"))
+    scores = tl.load(scores_ptr + place, mask=has_part, other=float("-inf"))
+    blocks = tl.load(blocks_ptr + place, mask=has_part, other=0)
     if slot >= 0:
-        part = tl.arange(0, PADDED_PARTS)
-        has_part = part < NUM_PARTS
-        place = row * NUM_PARTS + part
-        maxima = tl.load(maxima_ptr + place, mask=has_part, other=float("-inf"))
-        scores = tl.load(scores_ptr + place, mask=has_part, other=float("-inf"))
         inv_temperature = tl.load(inv_temperature_ptr + slot)
         scale = inv_temperature * _LOG2_E
         is_drawn = inv_temperature > 0
@@ -232,8 +234,7 @@ def _finish_rows(
         if is_drawn:
             # From the part's maximum to the row's; that of the parts that are not there is 0.
             scores = tl.where(has_part, scores, 0.0) * weights_below(maxima, maximum, scale)
-        winner = tl.minimum(tl.argmax(scores, 0), NUM_PARTS - 1)
-        block = tl.load(blocks_ptr + row * NUM_PARTS + winner)
+        block = tl.sum(tl.where(part == tl.argmax(scores, 0), blocks, 0), 0)
 
         ids = block * _BLOCK_LEN + tl.arange(0, _BLOCK_LEN)
         x = load_logits(logits_ptr + row * logits_stride + ids, ids < VOCAB)

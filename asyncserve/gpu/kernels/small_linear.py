@@ -531,8 +531,8 @@ def _short_rows(
         step = tl.num_programs(0) * ROWS
         for first in tl.range(first_row, end, step, num_stages=NUM_STAGES):
             weight = _whole_rows(weight_ptr, first, out_features, column, IN_FEATURES, SIDES, ROWS, TILE_ROWS)
-            bias = _bias(bias_ptr, first, out_features, SIDES, HAS_BIAS, ROWS, TILE_ROWS)
-            residual = _residual(
+            tile_bias = _bias(bias_ptr, first, out_features, SIDES, HAS_BIAS, ROWS, TILE_ROWS)
+            tile_residual = _residual(
                 out_ptr,
                 out_stride,
                 first,
@@ -546,8 +546,8 @@ def _short_rows(
             products = tl.dot(weight.to(DOT_DTYPE), x, nothing, input_precision="ieee")
             _finish(
                 tl.sum(products, 0),
-                bias,
-                residual,
+                tile_bias,
+                tile_residual,
                 out_ptr,
                 out_stride,
                 first,

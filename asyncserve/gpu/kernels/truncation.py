@@ -21,7 +21,6 @@ from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_beg
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _GROUP_LEN = tl.constexpr(32)
 _LIST_LEN = tl.constexpr(2048)
-_NEGATIVE_INFINITY_BITS = tl.constexpr(-8388608)  # of float32, as int32
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 _FEWEST_FINITE = tl.constexpr(-1e30)
 _BY_VALUE = tl.constexpr(3)  # so many rounds divide the values' range evenly, the others that of the integers
@@ -41,16 +40,18 @@ class TruncationConfig:
         num_warps: Of such a program.
         groups_at_once: Groups that a row's program looks at together in the second kernel.
         row_warps: Of such a program.
+        row_registers: Most registers of its threads, so that more rows fit a multiprocessor; 0: no bound.
     """
 
     groups_per_program: int = 128
     num_warps: int = 4
     groups_at_once: int = 256
     row_warps: int = 16
+    row_registers: int = 0
 
 
-# 32 bytes a thread in the first kernel, so that several programs of a multiprocessor have loads in flight; in
-# the second 16 logits a thread, which leaves two rows room on a multiprocessor.
+# 32 logits a thread in the first kernel, 64 bytes: programs enough to fill the device with one row. In the
+# second a row alone keeps the four schedulers of its multiprocessor busy, and spills no register.
 DEFAULT_CONFIG = TruncationConfig()
 
 
@@ -124,6 +125,7 @@ def find_thresholds(
         GROUPS=config.groups_at_once,
         SHIFT=_UNUSED_BITS[logits.dtype],
         num_warps=config.row_warps,
+        **({"maxnreg": config.row_registers} if config.row_registers else {}),
         **launch_options(),
     )
     return thresholds
@@ -278,12 +280,12 @@ def _threshold_of_row(
     """Return a row's smallest kept logit. `low` is always the largest integer that is certainly cut."""
     has_top_k = top_k < VOCAB
     is_restricted = has_top_k | (min_p > 0)
-    lowest = tl.full((), _NEGATIVE_INFINITY_BITS, tl.int32).to(tl.float32, bitcast=True)
-    low = _key_of(lowest, SHIFT)
+    low = _key_of(tl.full((), float("-inf"), tl.float32), SHIFT)
     if min_p > 0:
         cut = maximum + tl.log2(min_p) / scale
         at = _key_of(cut, SHIFT)
         low = tl.maximum(low, tl.where(_value_of(at, SHIFT) < cut, at, at - 1))
+    num_listed = GROUPS + 1
     # First what top-k keeps, then what top-p keeps of that.
     for stage in range(2):
         is_count = stage == 0
@@ -313,7 +315,8 @@ def _threshold_of_row(
                     _ROUNDS_AMONG_MAXIMA,
                     False,
                 )
-            num_listed = _list_groups(group_maxima_ptr, listed_ptr, _value_of(low, SHIFT), NUM_GROUPS)
+            if num_listed > GROUPS:  # else the list of top-k serves top-p, too
+                num_listed = _list_groups(group_maxima_ptr, listed_ptr, _value_of(low, SHIFT), NUM_GROUPS)
             low = _search(
                 logits_ptr,
                 listed_ptr,
@@ -483,7 +486,8 @@ def _list_groups(
 def _key_of(value: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     """Return the integer (int64) of a float32; they are in the order of the values, and both zeros are 0.
 
-    There is one for each value of a dtype that leaves SHIFT low bits 0; others get that of the next towards 0.
+    There is one for each value of a dtype that leaves SHIFT low bits 0; any other gets that of the next one
+    towards 0.
     """
     bits = value.to(tl.int32, bitcast=True)
     magnitude = ((bits & _MAGNITUDE_BITS) >> SHIFT).to(tl.int64)

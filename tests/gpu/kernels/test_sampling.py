@@ -65,13 +65,14 @@ def some_logits(num_rows: int, vocab: int, spread: float = 2.0) -> torch.Tensor:
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _noise(keys_ptr: tl.tensor, ids_ptr: tl.tensor, out_ptr: tl.tensor, LEN: tl.constexpr) -> None:
     at = tl.arange(0, LEN)
     key = tl.load(keys_ptr + tl.program_id(0)).to(tl.uint64, bitcast=True)
     tl.store(out_ptr + tl.program_id(0) * LEN + at, sampling._exponential(key, tl.load(ids_ptr + at)))
 
 
+@pytest.mark.slow
 def test_noise_is_that_of_the_reference_to_the_last_bits() -> None:
     keys = torch.from_numpy(
         row_keys(seed_keys(np.arange(16, dtype=np.uint64)), np.arange(16, dtype=np.uint64))
@@ -129,6 +130,7 @@ def test_greedy_and_drawing_rows_stand_side_by_side() -> None:
     assert torch.equal(rows.choose(config=SMALL), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,7 +32,7 @@ TOKENS = [1, 2, 8, 13, 16]
 if ON_GPU:
     SHAPES += [(576, 960), (1024, 4096), (2048, 1024), (3072, 1024), (4096, 6144), (8960, 1536)]
     ASKED = SmallLinearConfig(rows=16, tile_len=512, num_warps=8, num_stages=3, prefetch_len=64)
-    WAYS |= {"asked for ahead": ASKED, "few asked for": dataclasses.replace(ASKED, rows=2, tile_len=8192)}
+    WAYS |= {"asked for ahead": ASKED, "few asked for": dataclasses.replace(ASKED, rows=2)}
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -121,11 +121,11 @@ def test_a_gate_multiplies_silu_of_the_first_rows_with_the_others(
 def test_it_rounds_where_the_composition_does(num_tokens: int) -> None:
     """Values that were not rounded in between would differ from it in a quarter of the elements."""
     x = random(num_tokens, 64, dtype=torch.float16)
-    weight = random(2 * 512, 64, dtype=torch.float16, seed=1)
+    weight = random(2 * 128, 64, dtype=torch.float16, seed=1)
     gate_up = (x.float() @ weight.float().T).half()
     differ = small_linear(x, weight, is_gated=True) != silu_mul(gate_up)
     assert differ.float().mean() < 0.02
-    residual = random(num_tokens, 2 * 512, dtype=torch.float16, seed=3)
+    residual = random(num_tokens, 2 * 128, dtype=torch.float16, seed=3)
     expected = residual + gate_up
     assert (small_linear(x, weight, residual=residual) != expected).float().mean() < 0.02
 

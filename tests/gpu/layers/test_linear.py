@@ -2,16 +2,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncserve.gpu.layers.linear import Linear, pack_weight, packed_linear
+from asyncserve.gpu.layers.linear import Linear, SmallProduct, pack_weight, packed_linear
 from asyncserve.gpu.layers.norm import RMSNorm
+from tests.gpu.kernels.machine import DEVICE, random
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-def filled(in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> Linear:
-    layer = Linear(in_features, out_features, bias=bias, dtype=dtype)
+def filled(
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> Linear:
+    layer = Linear(in_features, out_features, bias=bias, dtype=dtype).to(device)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
-        parameter.data.uniform_(-1, 1)
+        parameter.data.copy_(torch.rand(parameter.shape, generator=generator) * 2 - 1)
     return layer
 
 
@@ -81,3 +91,50 @@ def test_packing_leaves_the_given_weight_alone() -> None:
     weight.zero_()
     x = torch.randn(2, 16)
     torch.testing.assert_close(packed_linear(x, packed, None), x @ before.T)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 17])
+def test_with_the_kernel_a_layer_gives_what_it_gives_without(num_tokens: int, bias: bool) -> None:
+    pytest.importorskip("triton")
+    plain, fused = (filled(48, 40, bias=bias, dtype=torch.float16, device=DEVICE, seed=1) for _ in range(2))
+    plain.finish_loading()
+    fused.finish_loading(fused=True)
+    norm = RMSNorm(48, eps=1e-5, dtype=torch.float16).to(DEVICE)
+    norm.weight.data.copy_(random(48, dtype=torch.float16, seed=4))
+    norm.finish_loading()
+    x = random(num_tokens, 48, dtype=torch.float16, seed=2)
+    residual = random(num_tokens, 40, dtype=torch.float16, seed=3)
+    expected = [
+        plain.forward(x),
+        plain.forward(x, norm=norm),
+        plain.forward(x, norm=norm, residual=residual.clone()),
+    ]
+    sum_of_both = residual.clone()
+    results = [
+        fused.forward(x),
+        fused.forward(x, norm=norm),
+        fused.forward(x, norm=norm, residual=sum_of_both),
+    ]
+    assert results[2] is sum_of_both
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, atol=2e-2, rtol=4e-3)
+
+
+def test_the_kernel_takes_a_few_tokens_and_leaves_the_norm_of_large_ones_to_its_own() -> None:
+    pytest.importorskip("triton")
+    weight = torch.zeros(8, 4096, dtype=torch.float16, device=DEVICE)
+    product = SmallProduct(weight, None)
+    assert product.takes(torch.empty(16, 4096, dtype=torch.float16, device=DEVICE))
+    assert not product.takes(torch.empty(17, 4096, dtype=torch.float16, device=DEVICE))
+    norm, seen = RMSNorm(4096, eps=1e-5, dtype=torch.float16).to(DEVICE), []
+    norm.weight.data.fill_(1.0)
+
+    def normalize(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return x
+
+    norm.kernel = normalize
+    for num_tokens in (1, 16):
+        product.run(torch.zeros(num_tokens, 4096, dtype=torch.float16, device=DEVICE), norm)
+    assert seen == [16]

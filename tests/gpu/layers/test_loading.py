@@ -26,6 +26,7 @@ def test_on_a_cpu_layers_run_torchs_own_kernels() -> None:
     finish_layers(model)
     assert model["norm"].kernel is None
     assert model["mlp"].kernel is None
+    assert model["mlp"].gate_up_proj.kernel is None
 
 
 def test_told_so_they_run_the_triton_kernels() -> None:
@@ -36,6 +37,8 @@ def test_told_so_they_run_the_triton_kernels() -> None:
     finish_layers(model, fused=True)
     assert model["norm"].kernel is not None
     assert model["mlp"].kernel is silu_mul
+    assert model["mlp"].gate_up_proj.kernel is not None
+    assert model["mlp"].down_proj.kernel is not None
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
+import pytest
 import torch
 import torch.nn.functional as F
 
+from asyncserve.gpu.layers.loading import finish_layers
 from asyncserve.gpu.layers.mlp import GatedMLP
 from asyncserve.gpu.layers.norm import RMSNorm
+from tests.gpu.kernels.machine import DEVICE, random
 
 
 def test_it_adds_down_of_silu_of_gate_times_up_of_the_normalized_rows() -> None:
@@ -21,3 +24,23 @@ def test_it_adds_down_of_silu_of_gate_times_up_of_the_normalized_rows() -> None:
     expected = hidden + F.linear(gate * torch.sigmoid(gate) * up, down, mlp.down_proj.bias)
     mlp.forward(hidden, norm)
     torch.testing.assert_close(hidden, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 17])
+def test_with_the_kernels_it_gives_what_it_gives_without(num_tokens: int) -> None:
+    pytest.importorskip("triton")
+    results = []
+    for fused in (False, True):
+        mlp, norm = (
+            GatedMLP(48, 40, bias=True, dtype=torch.float16),
+            RMSNorm(48, eps=1e-5, dtype=torch.float16),
+        )
+        for module in (mlp.to(DEVICE), norm.to(DEVICE)):
+            for seed, parameter in enumerate(module.parameters()):
+                parameter.data.copy_(random(*parameter.shape, dtype=torch.float16, seed=seed, scale=0.3))
+            finish_layers(module, fused=fused)
+        hidden = random(num_tokens, 48, dtype=torch.float16, seed=9)
+        mlp.forward(hidden, norm)
+        results.append(hidden)
+    assert not torch.equal(results[0], random(num_tokens, 48, dtype=torch.float16, seed=9))
+    torch.testing.assert_close(results[1], results[0], atol=4e-3, rtol=4e-3)

@@ -1,4 +1,4 @@
-"""The way through the sampler that only a GPU takes: no host decision in between, hence whole sorted rows."""
+"""The way through the sampler that only a GPU takes, for real: kernels and graphs, and no wait in between."""
 
 import math
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncserve.gpu.batch import SampleRows
 from asyncserve.gpu.device import CpuDevice, Device, open_device
 from asyncserve.gpu.sampling.sampler import Sampler
 from asyncserve.gpu.slots import SlotTable
@@ -128,3 +129,42 @@ def test_the_host_waits_for_nothing_while_it_launches_a_step() -> None:
             steps.append(sampler.sample(logits.clone(), slots, [position] * len(slots), history).token_ids)
             sampler.record(slots, steps[-1])
     assert all((token_ids >= 0).all() for token_ids in steps)
+
+
+def test_a_graph_chooses_what_was_admitted_after_it_was_captured() -> None:
+    """Rows of other slots, with other parameters, at other positions; the last one is padding."""
+    device = open_device("cuda")
+    sampler = filled_sampler(device.torch_device)
+    plain = [0, 1, 2, 3, 4, 5]
+    num_rows = len(plain) + 1
+    logits = some_logits(num_rows).to(device.torch_device, torch.bfloat16)
+    history = torch.zeros(200, dtype=torch.int32, device=device.torch_device)
+    results = torch.zeros(4, 16, dtype=torch.int64, pin_memory=True)
+    rows = SampleRows(
+        slots=torch.tensor([*plain, -1], dtype=torch.int32, device=device.torch_device),
+        positions=torch.full((num_rows,), 3, device=device.torch_device),
+        write_back=torch.arange(num_rows, device=device.torch_device),
+        result_row=torch.zeros(1, dtype=torch.int32, device=device.torch_device),
+    )
+    sampler.upload()
+    sampler.choose(logits, rows, history, results)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sampler.choose(logits, rows, history, results)
+    for slot in plain:
+        given = assignment(9 + slot, KINDS[5 - slot], prompt=[4, 5, 6], seed=99 + slot)
+        sampler.admit(given)
+    later = [9 + slot for slot in plain]
+    expected = sampler.sample(logits[: len(plain)].clone(), later, [7] * len(plain)).token_ids.tolist()
+    rows.slots[: len(plain)] = torch.tensor(later, dtype=torch.int32)
+    rows.positions.fill_(7)
+    rows.write_back += 100
+    assert rows.result_row is not None
+    rows.result_row.fill_(2)
+    results.fill_(99)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert results[2].tolist() == [*expected, *[99] * (16 - len(plain))]
+    assert (results[[0, 1, 3]] == 99).all()
+    assert history[100 : 100 + num_rows].tolist() == [*expected, 0]

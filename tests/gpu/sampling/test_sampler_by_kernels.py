@@ -57,6 +57,7 @@ def choose(
     return token_ids
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_a_cpu_where_it_draws_from_the_whole_vocabulary() -> None:
     logits = some_logits(len(KINDS))
     on_cpu, by_kernels = sampler_of_kinds(CPU, has_kernels=False), sampler_of_kinds()
@@ -67,6 +68,7 @@ def test_tokens_are_those_of_a_cpu_where_it_draws_from_the_whole_vocabulary() ->
             assert token_ids[slot] == expected.token_ids[slot], KINDS[slot]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     logits = some_logits(len(KINDS)).to(dtype)
@@ -78,6 +80,7 @@ def test_a_token_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         assert sample(sampler, logits[slot : slot + 1], [slot]) == [together[slot]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_row_gets_the_same_token_whatever_its_neighbours_need(dtype: torch.dtype) -> None:
     logits = some_logits(len(KINDS)).to(dtype)
@@ -107,6 +110,7 @@ def test_a_step_is_plain_again_when_the_ban_on_stop_tokens_has_ended() -> None:
     assert sampler.is_plain([0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
 def test_a_row_that_is_not_finite_is_reported_and_harms_no_other(bad: float) -> None:
@@ -147,6 +151,7 @@ def test_an_overflow_by_a_penalty_is_reported() -> None:
     assert sample(sampler, torch.tensor([[1.0, 3e37, 3.0]]), [0]) == [BAD_LOGITS]
 
 
+@pytest.mark.slow
 def test_logits_are_left_as_they_are_and_logprobs_are_of_them() -> None:
     logits = some_logits(len(KINDS)).to(DEVICE)
     before = logits.clone()

@@ -39,6 +39,6 @@ def test_every_rule_alone_truncates() -> None:
         ({"top_p": 0.5}, True),
         ({"min_p": 0.1}, True),
     ):
-        values.set(0, SamplingParams(temperature=1.0, **rule), seed=0)  # type: ignore[arg-type]
+        values.set(0, SamplingParams(temperature=1.0, **rule), seed=0)
         assert values.shapes.truncates(0) == truncates
         assert torch.equal(values.on_device.inv_temperature, torch.ones(1))

@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from loadtest import linears
+from loadtest.kernels import SHAPES
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", linears.SWEPT_TOKENS)
+def test_every_product_has_other_ways_and_they_differ(shape: linears.Shape, num_tokens: int) -> None:
+    for product in linears.products(shape):
+        ways = linears.other_configs(product, num_tokens)
+        assert len(ways) >= 8
+        assert len({linears.named(way) for way in ways}) == len(ways)
+        if num_tokens > 1:
+            assert all(way.tile_len >= 16 * way.num_warps for way in ways)
+
+
+def test_a_layer_reads_the_weights_of_its_four_products() -> None:
+    names = [product.name for product in linears.products(SHAPES[1])]
+    assert names == ["qkv", "o", "gate_up", "down", "head"]
+    assert sum(product.num_rows * product.in_features for product in linears.products(SHAPES[1])[:4]) == (
+        1024 * (4096 + 2 * 3072) + 2048 * 1024 + 3072 * 1024
+    )
+
+
+def test_without_a_gpu_the_program_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="there is no CUDA device"):
+        linears.main([])
