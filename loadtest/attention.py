@@ -28,9 +28,8 @@ from asyncserve.gpu.kernels.paged_decode import (
 )
 from asyncserve.gpu.kernels.paged_prefill import (
     PrefillConfig,
-    few_tokens,
     paged_prefill,
-    prefill_configs,
+    prefill_config,
 )
 from asyncserve.gpu.kernels.paging import shared_bytes
 from loadtest.kernel_benchmark import Rows, compile_ahead, run_benchmark
@@ -241,17 +240,13 @@ def measure(copy: float) -> Rows:
         error = case.error(decode, seq_lens[0]) if equal else math.nan
         print(f"{shape:16}{name:>14}{us:9.2f}{gbps:8.0f}{100 * gbps / copy:11.1f}{error:9.4f}", flush=True)
         rows.append({"decode": name, "shape": shape, "us": us, "gbps": gbps, "share": gbps / copy})
-    short, long = prefill_configs(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
-    print(
-        f"{short}\n{long}\n"
-        f"{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'error':>9}"
-    )
+    config = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
+    print(f"{config}\n{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'error':>9}")
     for (shape, num_heads), (num_rows, num_queries, num_cached) in itertools.product(
         NUM_HEADS.items(), PROMPTS
     ):
         prompt = Prefill(pool, num_heads, num_rows, num_queries, num_cached)
-        limit = few_tokens(long, num_heads=num_heads, num_kv_heads=NUM_KV_HEADS, num_sms=num_sms)
-        us = device_us(prompt.call(short if num_rows * num_queries < limit else long), 1)
+        us = device_us(prompt.call(config), 1)
         rates = {"paged": prompt.num_operations / us / 1e6}
         error = math.nan
         if not num_cached:
@@ -339,13 +334,13 @@ def tune() -> Rows:
         splits = count_splits(batch, NUM_KV_HEADS, chosen)
         ways[f"{chosen}: splits {splits}, chosen"] = decode.call(chosen)
         rows.append(rank(f"decode {name} {shape}", ways, decode.num_inputs))
-    configs = prefill_configs(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
+    suits = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
     for num_rows, num_queries, num_cached in PROMPTS[:3]:
         prefill = Prefill(pool, first, num_rows, num_queries, num_cached)
         ways = {}
         for tile in PREFILL_TILES:
             config = PrefillConfig(**prefill_sizes(tile))
-            mark = ", chosen" if config in configs else ""
+            mark = ", chosen" if config == suits else ""
             ways[f"rows {tile[0]} tile {tile[1]} warps {tile[2]} stages {tile[3]}{mark}"] = prefill.call(
                 config
             )

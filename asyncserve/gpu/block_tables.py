@@ -106,9 +106,7 @@ class BlockTable:
             raise InvariantError(f"a table of group {self.group_id} is shorter than its sequence")
         return self._table[slots, : num_blocks.max()]
 
-    def unsent(
-        self, slots: Int64Array, seq_lens: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int32Array]:
+    def unsent(self, slots: Int64Array, seq_lens: Int64Array) -> tuple[Int64Array, Int64Array, Int32Array]:
         """Return what the device's tables of the step's rows lack; `mark_sent` when it is on its way.
 
         Args:
@@ -131,7 +129,11 @@ class BlockTable:
         if not total:
             return sent, counts, np.empty(0, np.int32)
         first = sent - (np.cumsum(counts) - counts)
-        return sent, counts, self._table[np.repeat(slots, counts), np.arange(total) + np.repeat(first, counts)]
+        return (
+            sent,
+            counts,
+            self._table[np.repeat(slots, counts), np.arange(total) + np.repeat(first, counts)],
+        )
 
     def mark_sent(self, slots: Int64Array) -> None:
         """Take note that the device's tables of these rows are complete."""

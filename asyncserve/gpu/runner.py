@@ -224,7 +224,9 @@ class ModelRunner:
         if self._slots.num_prompt_logprobs:  # needs the hidden states of every token
             return None
         num_rows, num_tokens = len(plan.sequences), plan.num_tokens
-        num_long = next((num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens > 1), 0)
+        num_long = next(
+            (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens > 1), 0
+        )
         size = StepSize(num_rows=num_rows, num_tokens=num_tokens, num_long_rows=num_long)
         return self._graphs.find(size, is_decode=num_rows == num_tokens == num_samples)
 

@@ -220,7 +220,9 @@ class DeviceInputs:
             query_lens_host=tuple(self._query_lens.tolist()) if size is None else (),
             seq_lens_host=tuple(self._seq_lens.tolist()) if size is None else (),
             num_decode_rows=self._num_decode_rows if size is None else num_rows,
-            padded=None if size is None else Padded(num_long_rows=size.num_long_rows, first_long_row=packed[4:5]),
+            padded=None
+            if size is None
+            else Padded(num_long_rows=size.num_long_rows, first_long_row=packed[4:5]),
             sample_rows=SampleRows(
                 slots=made.sample_slots[:num_samples],
                 positions=made.sample_positions[:num_samples],

@@ -78,9 +78,7 @@ def assert_same(made: Batch, expected: Batch, *, room: StepSize | None = None) -
     assert made.sample_rows.positions[:num_samples].tolist() == expected.sample_rows.positions.tolist()
     assert made.sample_rows.write_back[:num_samples].tolist() == expected.sample_rows.write_back.tolist()
     for group_id, block_len in enumerate(BLOCK_LENS):
-        assert (
-            made.slot_mapping[group_id][:num_tokens].tolist() == expected.slot_mapping[group_id].tolist()
-        )
+        assert made.slot_mapping[group_id][:num_tokens].tolist() == expected.slot_mapping[group_id].tolist()
         for row, seq_len in enumerate(expected.seq_lens.tolist()):
             needed = -(-seq_len // block_len)
             assert (
@@ -121,7 +119,9 @@ def step(rows: Rows, plan: StepPlan, room: StepSize | None) -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 2)), min_size=1, max_size=NUM_SLOTS),
+        st.lists(
+            st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 2)), min_size=1, max_size=NUM_SLOTS
+        ),
         st.booleans(),
         st.integers(0, NUM_SLOTS - 1),
     ),
@@ -133,7 +133,9 @@ STEPS = st.lists(
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(STEPS)
-def test_the_kernel_makes_what_numpy_makes(steps: list[tuple[list[tuple[int, bool, int]], bool, int]]) -> None:
+def test_the_kernel_makes_what_numpy_makes(
+    steps: list[tuple[list[tuple[int, bool, int]], bool, int]],
+) -> None:
     rows = Rows()
     lens = dict.fromkeys(range(NUM_SLOTS), 0)
     for slot in lens:
@@ -155,7 +157,11 @@ def test_the_kernel_makes_what_numpy_makes(steps: list[tuple[list[tuple[int, boo
             continue
         plan.sort(key=lambda row: row[2] != 1)
         total = sum(row[2] for row in plan)
-        step(rows, plan_of(plan), StepSize(num_rows=NUM_SLOTS, num_tokens=total + 3, num_long_rows=2) if is_padded else None)
+        step(
+            rows,
+            plan_of(plan),
+            StepSize(num_rows=NUM_SLOTS, num_tokens=total + 3, num_long_rows=2) if is_padded else None,
+        )
         rows.release(leaver)
         rows.admit(leaver, MAX_LEN)
         lens[leaver] = 0

@@ -20,7 +20,7 @@ from asyncserve.gpu.kernels.paged_decode import (
     new_scratch,
     paged_decode,
 )
-from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, few_tokens, paged_prefill, prefill_configs
+from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
 from asyncserve.gpu.kernels.paging import IS_INTERPRETED, shared_bytes
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import KVSpec
@@ -58,18 +58,12 @@ class _Kind:
     Args:
         decode: How decode rows are cut.
         scratch: One for all layers: they run one after the other.
-        short_prefill: How the other rows of a step are cut if they have few tokens.
-        long_prefill: And if they have many.
-        few_tokens: Fewer than this are few.
-        is_warm: Whether both have run.
+        prefill: How the other rows are.
     """
 
     decode: DecodeConfig
     scratch: Scratch
-    short_prefill: PrefillConfig
-    long_prefill: PrefillConfig
-    few_tokens: int
-    is_warm: bool = False
+    prefill: PrefillConfig
 
 
 class TritonAttention:
@@ -156,29 +150,22 @@ class TritonAttention:
                 window_len=layer.window_len,
             )
         if planned.num_prefill_rows:
-            num_tokens = q.shape[0] - planned.first_prefill_token
-            configs = [kind.short_prefill if num_tokens < kind.few_tokens else kind.long_prefill]
-            if not kind.is_warm and batch.padded is None:
-                # Both are compiled at the first chance, at start-up, and not in the middle of serving.
-                configs = [kind.short_prefill, kind.long_prefill]
-                kind.is_warm = True
-            for config in configs:
-                paged_prefill(
-                    q,
-                    keys,
-                    values,
-                    block_table,
-                    batch.seq_lens,
-                    batch.query_start,
-                    out,
-                    scale=layer.scale,
-                    first_row=planned.first_prefill_row,
-                    num_rows=planned.num_prefill_rows,
-                    first_token=planned.first_prefill_token,
-                    config=config,
-                    skips_single=planned.is_mixed,
-                    window_len=layer.window_len,
-                )
+            paged_prefill(
+                q,
+                keys,
+                values,
+                block_table,
+                batch.seq_lens,
+                batch.query_start,
+                out,
+                scale=layer.scale,
+                first_row=planned.first_prefill_row,
+                num_rows=planned.num_prefill_rows,
+                first_token=planned.first_prefill_token,
+                config=kind.prefill,
+                skips_single=planned.is_mixed,
+                window_len=layer.window_len,
+            )
         return out.view(q.shape[0], -1)
 
     def _kind(self, layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor) -> _Kind:
@@ -197,10 +184,6 @@ class TritonAttention:
             if q.is_cuda:
                 num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
             decode = self._decode or decode_config(head_dim=layer.head_dim, dtype=wider, num_sms=num_sms)
-            short, long = prefill_configs(
-                head_dim=layer.head_dim, dtype=wider, shared_bytes=shared_bytes(q.device)
-            )
-            short, long = self._prefill or short, self._prefill or long
             kind = _Kind(
                 decode=decode,
                 scratch=new_scratch(
@@ -210,11 +193,8 @@ class TritonAttention:
                     config=decode,
                     device=q.device,
                 ),
-                short_prefill=short,
-                long_prefill=long,
-                few_tokens=few_tokens(
-                    long, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads, num_sms=num_sms
-                ),
+                prefill=self._prefill
+                or prefill_config(head_dim=layer.head_dim, dtype=wider, shared_bytes=shared_bytes(q.device)),
             )
             self._kinds[key] = kind
         return kind

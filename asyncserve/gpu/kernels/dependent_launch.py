@@ -18,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from asyncserve.gpu.kernels.shared_memory import prefer_shared_memory
-
 _LEAST_CAPABILITY = (9, 0)
 
 
@@ -39,12 +37,11 @@ def let_next_begin(USE_PDL: tl.constexpr) -> None:
 
 @functools.cache
 def launch_options() -> dict[str, bool]:
-    """Return the keywords that every launch of such a kernel is given: `kernel[grid](..., **launch_options())`.
+    """Return the keywords for every launch of such a kernel: `kernel[grid](..., **launch_options())`.
 
-    They hold the kernel's `USE_PDL` and, where it is understood, the launcher's own switch.
+    They are the kernel's `USE_PDL` and, where it is understood, the launcher's own switch.
     """
     if not isinstance(wait_for_previous, triton.JITFunction):  # the interpreter
         return {"USE_PDL": False}
-    prefer_shared_memory()
     is_new_enough = torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
     return {"USE_PDL": is_new_enough, "launch_pdl": is_new_enough}

@@ -57,9 +57,12 @@ class SmallLinearConfig:
     has_products: bool = False
 
 
-def takes(num_tokens: int, dtype: torch.dtype) -> bool:
-    """Whether `small_linear` serves that many tokens."""
-    return num_tokens == 1 or (num_tokens <= MOST_TOKENS and dtype.itemsize == 2)
+def takes(num_tokens: int, in_features: int, dtype: torch.dtype) -> bool:
+    """Whether `small_linear` serves that many tokens, and sooner than cuBLAS does."""
+    if num_tokens == 1:
+        return True
+    most = MOST_TOKENS if in_features < 4096 else 8
+    return num_tokens <= most and dtype.itemsize == 2
 
 
 def takes_norm(num_tokens: int, in_features: int) -> bool:
@@ -83,41 +86,34 @@ def small_linear_config(
         is_gated: Whether the weight has two rows for each feature of the result.
         itemsize: Bytes of an element.
     """
+    # The quickest ways that `python -m loadtest.linears --sweep` found on an H200 in bfloat16, for products of
+    # qwen3-0.6b (rows of 1,024 to 3,072) and llama-3.1-8b (4,096 and 14,336).
     row_len = triton.next_power_of_2(in_features)
     sides = 2 if is_gated else 1
     if num_tokens == 1:
-        # 4 KiB of the weight a warp: with the programs that fit on a multiprocessor that covers the memory's
-        # latency, and there are registers left for the first programs of the kernel that follows.
-        if row_len * itemsize <= 4096:
-            rows = max(4, 4 * 4096 // (row_len * itemsize) // sides)
-            return SmallLinearConfig(rows=min(rows, 16), tile_len=row_len, num_warps=4)
-        if row_len * itemsize <= 8192:
-            # Eight warps share a row, or each would need all of x in its registers.
-            return SmallLinearConfig(rows=4 // sides, tile_len=row_len, num_warps=8, warps_per_row=8)
-        return SmallLinearConfig(rows=8 // sides, tile_len=2048 // itemsize, num_warps=4)
+        if row_len <= 1024:
+            rows = max(1, 16 * 1024 // row_len * 2 // itemsize // sides)
+            return SmallLinearConfig(rows=min(rows, 16), tile_len=row_len, num_warps=4, warps_per_row=sides)
+        if in_features > 4096:
+            return SmallLinearConfig(rows=4, tile_len=1024, num_warps=8, warps_per_row=4)
+        if in_features == 4096 and out_features <= 4096:
+            return SmallLinearConfig(rows=8, tile_len=1024, num_warps=4, warps_per_row=2)
+        shared = 4 if row_len == 4096 and not is_gated else 1
+        return SmallLinearConfig(rows=4, tile_len=row_len, num_warps=4, warps_per_row=shared)
     # A warp's part of a tile is 16 columns at least.
     tile_len = max(128, row_len)
-    if tile_len <= 2048 and out_features <= 8192:
-        # One tile a program, 16 rows of the weight at least, and programs for all multiprocessors.
-        rows = 8 if is_gated or out_features <= 2048 else 16
-        return SmallLinearConfig(rows=rows, tile_len=tile_len, num_warps=8)
+    if tile_len <= 2048:
+        # One tile a program, 16 rows of the weight.
+        return SmallLinearConfig(rows=16 // sides, tile_len=tile_len, num_warps=4 if tile_len <= 1024 else 8)
     # What is asked for ahead comes in pieces of 16 bytes.
-    is_aligned = in_features * itemsize % 16 == 0
-    if tile_len <= 1024:
+    prefetch_len = 1024 if in_features * itemsize % 16 == 0 else 0
+    if out_features <= 4096 and in_features <= 4096:
         return SmallLinearConfig(
-            rows=16 // sides,
-            tile_len=tile_len,
-            num_warps=8,
-            num_stages=4,
-            prefetch_len=in_features if is_aligned else 0,
-            num_programs=132,
+            rows=16 // sides, tile_len=1024, num_warps=8, num_stages=3, prefetch_len=prefetch_len
         )
+    rows = 32 if in_features > 8192 else 16
     return SmallLinearConfig(
-        rows=8 if out_features <= 2048 else 32 // sides,
-        tile_len=512,
-        num_warps=8,
-        num_stages=3,
-        prefetch_len=1024 if is_aligned else 0,
+        rows=rows // sides, tile_len=512, num_warps=8, num_stages=4, prefetch_len=prefetch_len
     )
 
 

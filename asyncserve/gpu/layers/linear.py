@@ -115,7 +115,7 @@ class SmallProduct:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether it serves these rows."""
-        return self._takes(x.shape[0], x.dtype)
+        return self._takes(*x.shape, x.dtype)
 
     def run(
         self,

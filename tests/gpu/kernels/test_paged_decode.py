@@ -57,7 +57,8 @@ def attend(rows: Rows, config: DecodeConfig, *, is_mixed: bool = False) -> None:
         softcap=rows.softcap,
         sinks=rows.sinks,
     )
-    assert not scratch.arrived.any(), "the next launch would count on"
+    if not (ON_GPU and torch.cuda.is_current_stream_capturing()):
+        assert not scratch.arrived.any(), "the next launch would count on"
 
 
 def decode_rows(seq_lens: list[int], **shape: Any) -> Rows:

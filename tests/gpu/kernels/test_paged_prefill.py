@@ -7,7 +7,7 @@ from tests.gpu.kernels.machine import DEVICE, DTYPES, MARKS, ON_GPU, random
 from tests.gpu.kernels.paged_rows import Rows
 
 pytest.importorskip("triton")
-from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, few_tokens, paged_prefill, prefill_configs
+from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
 from asyncserve.gpu.kernels.paging import shared_bytes
 
 pytestmark = MARKS
@@ -118,15 +118,6 @@ def test_a_tile_finds_its_row_among_more_than_are_looked_at_together() -> None:
     rows.check()
 
 
-def test_few_tokens_are_those_that_long_tiles_would_leave_the_device_half_idle_for() -> None:
-    _, long = prefill_configs(head_dim=128, dtype=torch.bfloat16, shared_bytes=227 * 1024)
-    assert long.tile_rows == 128
-    limit = few_tokens(long, num_heads=32, num_kv_heads=8, num_sms=132)
-    # 33 tiles of 32 tokens, of 8 heads each, are two programs for each multiprocessor.
-    assert limit == 33 * 32
-    assert few_tokens(long, num_heads=16, num_kv_heads=8, num_sms=132) == 33 * 64
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 16, 37] if ON_GPU else [1, 2, 3, 7, 18])
 def test_each_tile_finds_its_row_among_any_number(num_rows: int) -> None:
@@ -186,16 +177,14 @@ def test_a_cache_of_another_dtype_is_taken_in_the_dtype_of_the_queries(cache_dty
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_long_context_with_the_configurations_of_the_device(dtype: torch.dtype, head_dim: int) -> None:
+def test_a_long_context_with_the_configuration_of_the_device(dtype: torch.dtype, head_dim: int) -> None:
     seq_len = 1100 if ON_GPU else 200
     memory = shared_bytes(torch.empty(0, device=DEVICE).device)
-    configs = prefill_configs(head_dim=head_dim, dtype=dtype, shared_bytes=memory)
-    for config in dict.fromkeys(configs):
-        rows = prefill_rows(
-            [(seq_len, 90), (7, 7)], num_heads=4, num_kv_heads=1, head_dim=head_dim, dtype=dtype, scale=0.1
-        )
-        attend(rows, config)
-        rows.check()
+    rows = prefill_rows(
+        [(seq_len, 90), (7, 7)], num_heads=4, num_kv_heads=1, head_dim=head_dim, dtype=dtype, scale=0.1
+    )
+    attend(rows, prefill_config(head_dim=head_dim, dtype=dtype, shared_bytes=memory))
+    rows.check()
 
 
 @pytest.mark.parametrize("shared_kib", [99, 163, 227])
@@ -204,6 +193,6 @@ def test_a_long_context_with_the_configurations_of_the_device(dtype: torch.dtype
 def test_queries_keys_and_values_fit_the_memory_of_the_device(
     dtype: torch.dtype, head_dim: int, shared_kib: int
 ) -> None:
-    for config in prefill_configs(head_dim=head_dim, dtype=dtype, shared_bytes=shared_kib * 1024):
-        rows = config.tile_rows + 2 * config.tile_len * config.num_stages
-        assert rows * head_dim * dtype.itemsize <= shared_kib * 1024
+    config = prefill_config(head_dim=head_dim, dtype=dtype, shared_bytes=shared_kib * 1024)
+    rows = config.tile_rows + 2 * config.tile_len * config.num_stages
+    assert rows * head_dim * dtype.itemsize <= shared_kib * 1024

@@ -66,7 +66,7 @@ def test_it_multiplies_every_token_by_every_row(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_the_input_is_normalized_and_rounded_first(num_tokens: int, way: str, dtype: torch.dtype) -> None:
-    if not takes(num_tokens, dtype) or (dtype == torch.float32 and "products" in way):
+    if not takes(num_tokens, 64, dtype) or (dtype == torch.float32 and "products" in way):
         pytest.skip("not served")
     x, weight = random(num_tokens, 96, dtype=dtype, scale=3.0), random(40, 96, dtype=dtype, seed=1)
     gain = random(96, dtype=dtype, seed=2)
@@ -84,7 +84,7 @@ def test_the_input_is_normalized_and_rounded_first(num_tokens: int, way: str, dt
 def test_the_product_and_its_bias_are_added_to_the_residual_in_place(
     has_bias: bool, num_tokens: int, way: str, dtype: torch.dtype
 ) -> None:
-    if not takes(num_tokens, dtype) or (dtype == torch.float32 and "products" in way):
+    if not takes(num_tokens, 64, dtype) or (dtype == torch.float32 and "products" in way):
         pytest.skip("not served")
     x, weight = random(num_tokens, 96, dtype=dtype), random(40, 96, dtype=dtype, seed=1)
     bias = random(40, dtype=dtype, seed=2, scale=9.0) if has_bias else None
@@ -103,7 +103,7 @@ def test_the_product_and_its_bias_are_added_to_the_residual_in_place(
 def test_a_gate_multiplies_silu_of_the_first_rows_with_the_others(
     has_bias: bool, num_tokens: int, way: str, dtype: torch.dtype
 ) -> None:
-    if not takes(num_tokens, dtype) or (dtype == torch.float32 and "products" in way):
+    if not takes(num_tokens, 64, dtype) or (dtype == torch.float32 and "products" in way):
         pytest.skip("not served")
     x, weight = random(num_tokens, 64, dtype=dtype), random(2 * 23, 64, dtype=dtype, seed=1, scale=0.125)
     bias = random(2 * 23, dtype=dtype, seed=2) if has_bias else None
@@ -156,10 +156,16 @@ def test_rows_may_be_parts_of_wider_rows_and_only_theirs_are_written(num_tokens:
 
 
 def test_it_serves_one_token_of_any_dtype_and_a_few_of_sixteen_bits() -> None:
-    assert takes(1, torch.float32)
-    assert not takes(2, torch.float32)
-    assert takes(MOST_TOKENS, torch.bfloat16)
-    assert not takes(MOST_TOKENS + 1, torch.bfloat16)
+    assert takes(1, 1024, torch.float32)
+    assert not takes(2, 1024, torch.float32)
+    assert takes(MOST_TOKENS, 1024, torch.bfloat16)
+    assert not takes(MOST_TOKENS + 1, 1024, torch.bfloat16)
+
+
+def test_of_long_rows_it_takes_fewer_tokens() -> None:
+    assert takes(1, 14336, torch.bfloat16)
+    assert takes(8, 4096, torch.bfloat16)
+    assert not takes(9, 4096, torch.bfloat16)
 
 
 def test_the_norm_is_left_to_its_own_kernel_where_x_is_large() -> None:

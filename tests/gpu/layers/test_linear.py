@@ -125,8 +125,8 @@ def test_the_kernel_takes_a_few_tokens_and_leaves_the_norm_of_large_ones_to_its_
     pytest.importorskip("triton")
     weight = torch.zeros(8, 4096, dtype=torch.float16, device=DEVICE)
     product = SmallProduct(weight, None)
-    assert product.takes(torch.empty(16, 4096, dtype=torch.float16, device=DEVICE))
-    assert not product.takes(torch.empty(17, 4096, dtype=torch.float16, device=DEVICE))
+    assert product.takes(torch.empty(8, 4096, dtype=torch.float16, device=DEVICE))
+    assert not product.takes(torch.empty(9, 4096, dtype=torch.float16, device=DEVICE))
     norm, seen = RMSNorm(4096, eps=1e-5, dtype=torch.float16).to(DEVICE), []
     norm.weight.data.fill_(1.0)
 
