@@ -4,9 +4,10 @@ Takes sized KV groups, gives each layer its K and its V as `[num_blocks, num_kv_
 (one head's page is contiguous). Which block serves which sequence is decided by `loop/kv_pool.py`; this file
 never reads a block table.
 
-Invariant: every element is finite unless a model computed it otherwise, because a masked position is still
-multiplied (by zero) and 0 * NaN would spread. Memory starts as zeros, the null block 0 is never written, and
-the runner zeroes what a step leaves unwritten of a new block (`zero_blocks`).
+Invariant, for backends that read what is unwritten: every element is finite unless a model computed it
+otherwise, because a masked position is still multiplied (by zero) and 0 * NaN would spread. Memory starts as
+zeros, the null block 0 is never written, and for such a backend the runner zeroes what a step leaves
+unwritten of a new block (`zero_blocks`).
 """
 
 from collections.abc import Sequence

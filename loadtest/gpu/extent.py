@@ -10,9 +10,6 @@ from dataclasses import dataclass, field, replace
 MEASUREMENTS = ("first-token", "decode", "prefill", "throughput", "mix")
 """Of the offline ones, all, in the order in which they are made."""
 
-MEASUREMENTS = ("first-token", "decode", "prefill", "throughput", "mix")
-"""Of the offline ones, all, in the order in which they are made."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineLoad:

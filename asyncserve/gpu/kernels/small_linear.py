@@ -86,7 +86,7 @@ def small_linear_config(
         is_gated: Whether the weight has two rows for each feature of the result.
         itemsize: Bytes of an element.
     """
-    # The quickest ways that `python -m loadtest.linears --sweep` found on an H200 in bfloat16, for products of
+    # The quickest that `python -m loadtest.linears --sweep` found on an H200 in bfloat16, for products of
     # qwen3-0.6b (rows of 1,024 to 3,072) and llama-3.1-8b (4,096 and 14,336).
     row_len = triton.next_power_of_2(in_features)
     sides = 2 if is_gated else 1
