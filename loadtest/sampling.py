@@ -4,7 +4,7 @@ root.
 The sampler's kernels on bfloat16 logits of two vocabularies, for each way to choose: the likeliest token, a
 draw, and draws after truncation; beside torch's own argmax, softmax or sort, the least that a sampler made of
 those would launch. Logits are like a language model's (few tokens have most of the mass) or normal (nearly
-all have some, the worst case of a search). µs is device time of one call inside a CUDA graph of many, which
+all have some, so that top-p must search). µs is device time of one call inside a CUDA graph of many, which
 take logits in turn from more than the L2 cache holds; `threshold` is the part that truncation takes. % is the
 share of a copy's bandwidth, each logit counted once. `--sweep` instead times other ways to cut the work than
 the ones chosen.
@@ -45,17 +45,28 @@ CHOICES = [
 ]
 FIRST_CUTS = [
     TruncationConfig(groups_per_program=groups, num_warps=warps)
-    for groups, warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8), (512, 16))
+    for groups, warps in ((64, 2), (64, 4), (128, 4), (128, 8), (256, 8))
 ]
 SECOND_CUTS = [
-    TruncationConfig(groups_at_once=groups, row_warps=warps)
-    for groups in (64, 128, 256, 512)
-    for warps in (8, 16, 32)
-    if groups // warps in (8, 16, 32)
+    TruncationConfig(row_warps=warps, groups_listed=listed, groups_searched=searched)
+    for warps, listed, searched in (
+        (4, 128, 128),
+        (8, 128, 256),
+        (8, 256, 256),
+        (8, 512, 256),
+        (8, 256, 512),
+        (16, 256, 256),
+        (16, 512, 512),
+        (32, 512, 512),
+    )
 ]
 SECOND_CUTS += [
-    TruncationConfig(groups_at_once=groups, row_warps=warps, row_registers=64)
-    for groups, warps in ((64, 8), (128, 8), (128, 16), (256, 16))
+    TruncationConfig(list_len=1024),
+    TruncationConfig(list_len=4096),
+    TruncationConfig(list_len=1024, row_warps=16, groups_searched=512),
+    TruncationConfig(row_registers=128),
+    TruncationConfig(row_warps=16, row_registers=64),
+    TruncationConfig(list_len=1024, row_registers=128),
 ]
 
 
@@ -235,16 +246,11 @@ def launch_way(way: tuple[int, ChoiceConfig | TruncationConfig]) -> None:
 def sweep() -> Rows:
     """Time other ways to cut the work; print each case's best first."""
     vocab = max(shape.vocab_size for shape in SHAPES)
-    cuts = [*FIRST_CUTS, *SECOND_CUTS]
+    cuts = list(dict.fromkeys([*FIRST_CUTS, *SECOND_CUTS]))  # both have the chosen one
     configs: list[ChoiceConfig | TruncationConfig] = [*CHOICES, *cuts]
     compile_ahead(launch_way, [(vocab, config) for config in configs])
     found: Rows = []
-    for kind, rule in (
-        ("peaked", "draw"),
-        ("peaked", "top-p 0.9"),
-        ("peaked", "k 20, p 0.95"),
-        ("normal", "top-p 0.9"),
-    ):
+    for kind, rule in SWEPT:
         for num_rows in SWEPT_ROWS:
             inputs = make_inputs(kind, rule, num_rows, vocab)
             times: dict[str, float] = {}

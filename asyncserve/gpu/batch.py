@@ -61,18 +61,21 @@ class Batch:
     Args:
         input_ids: `[num_tokens] int32`, rows concatenated.
         positions: `[num_tokens] int64`, absolute position of each token.
-        query_start: `[num_rows + 1] int32`, where each row's tokens begin; the last entry is `num_tokens`.
-            For attention kernels that take all rows at once.
+        query_start: `[num_rows + 1] int32`, where each row's tokens begin; the last entry is `num_tokens`, or
+            of a padded batch where its padding begins. For attention kernels that take all rows at once.
         seq_lens: `[num_rows] int32`, tokens of the sequence once this step is done.
         slot_mapping: per KV group `[num_tokens] int64`, `block_id * block_len + offset` where each token's K
-            and V are written.
-        block_tables: per KV group `[num_rows, max_blocks] int32`. Behind the blocks of its `seq_lens` a
-            shorter row shows those it holds for later tokens, then the null block 0.
+            and V are written; -1 for padding.
+        block_tables: per KV group `[num_rows, max_blocks] int32`. Behind the blocks of its `seq_lens` a row
+            shows those it holds for later tokens; then the null block 0 if the table was made on the host,
+            anything if on the device, where it is as wide as the longest sequence there can be.
         sample_tokens: `[num_samples] int64`, index into `num_tokens` of each sampling row's last token.
         sample_rows: Where these rows' tokens come to stand.
-        query_lens_host: per row, tokens computed this step (the same facts as `query_start`, on the host).
-        seq_lens_host: per row, as `seq_lens`.
-        num_decode_rows: How many leading rows compute a single token.
+        query_lens_host: per row, tokens computed this step (as `query_start`, on the host); empty
+            if the inputs are made on the device.
+        seq_lens_host: per row, as `seq_lens`, or empty.
+        num_decode_rows: How many leading rows compute a single token; of a padded batch the host does not
+            know, and it is all of them.
         padded: None if the batch has just the step's rows. Otherwise the two tuples of the host are empty.
     """
 

@@ -26,8 +26,8 @@ class PendingOutput:
     Args:
         step_id: Of its plan.
         event: Reached when everything `finish` reads is on the host.
-        sources: Device tensors that must outlive the copy.
-        finish: Makes the output from the host copies; called once, after the event.
+        sources: Device tensors that must outlive their copy to the host.
+        finish: Makes the output from what is on the host; called once, after the event.
     """
 
     __slots__ = ("_event", "_finish", "_sources", "step_id")

@@ -1,4 +1,4 @@
-"""The device: streams, events, pinned memory and memory figures, for cuda and for cpu.
+"""The device: streams, events, graphs, pinned memory and memory figures, for cuda and for cpu.
 
 The only file that spells torch.cuda's stream API. A CPU has no streams: work is done when the call returns,
 so its events are just moments. Knows no model, cache or plan.
@@ -37,7 +37,7 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """Where tensors live and kernels run. All but `Event.wait` is called on the device thread.
+    """Where tensors live and kernels run. Called on the device thread alone; its events on any.
 
     Attributes:
         torch_device: What tensors are created on.
@@ -292,7 +292,7 @@ class CudaDevice:
         collects = gc.isenabled()
         gc.disable()
         try:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
                 outputs = launch()
             except BaseException:

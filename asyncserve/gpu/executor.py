@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_AFTER_S = 0.05
 _CAPTURE_PAUSE_S = 1.0
-"""Time between two captures on a busy device: each holds up the next step for tens of milliseconds."""
+"""Time that steps go first after a capture, for each holds up the next step for tens of milliseconds."""
 
 _Job = tuple[StepPlan, "asyncio.Future[StepOutput]"]
 

@@ -64,8 +64,13 @@ class GraphPool:
         """Sizes not captured yet."""
         return len(self._waiting)
 
+    @property
+    def num_ready(self) -> int:
+        """Sizes captured."""
+        return len(self._ready)
+
     def capture_next(self, capture: Callable[[StepSize], StepGraph]) -> None:
-        """Capture the largest size that is left; if that fails, give up on all that are.
+        """Capture the largest size left; if that fails, but not for lack of memory, give up on all that are.
 
         Args:
             capture: Captures one. Not kept: who captures also owns the pool.
@@ -73,6 +78,10 @@ class GraphPool:
         size = self._waiting.pop()
         try:
             graph = capture(size)
+        except torch.OutOfMemoryError as error:
+            # Smaller ones need less.
+            logger.warning("no CUDA graph of %d rows, %d tokens: %s", size.num_rows, size.num_tokens, error)
+            return
         except Exception as error:  # torch's errors and Triton's have no common base
             # Steps run without graphs, too. What could not be captured now will hardly be later.
             logger.warning(

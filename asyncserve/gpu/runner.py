@@ -118,7 +118,10 @@ class ModelRunner:
     def capture_next(self) -> None:
         """Capture one graph more, the largest that is left; steps may be in flight."""
         with torch.inference_mode():
+            num_ready = self._graphs.num_ready
             self._graphs.capture_next(self._capture)
+            if self._graphs.num_ready == num_ready:
+                self.device.empty_cache()  # what the failed one took
 
     def run(self, plan: StepPlan) -> PendingOutput:
         """Launch one step.
@@ -162,7 +165,9 @@ class ModelRunner:
         if graph is not None:
             graph.forward()
             self._inputs.settle()
-            rows, logits = graph.rows, graph.logits[: len(slots)]
+            rows = graph.rows
+            if slots:
+                logits = graph.logits[: len(slots)]
         else:
             batch = self._inputs.batch()
             self._inputs.settle()
@@ -221,8 +226,9 @@ class ModelRunner:
         return PendingOutput(step_id=plan.step_id, event=copied, sources=sources, finish=finish)
 
     def _find_graph(self, plan: StepPlan, *, num_samples: int) -> StepGraph | None:
-        if self._slots.num_prompt_logprobs:  # needs the hidden states of every token
-            return None
+        prompt_lens = self._slots.prompt_lens
+        if prompt_lens and any(entry.start + 1 < prompt_lens.get(entry.slot, 0) for entry in plan.sequences):
+            return None  # prompts are scored from the hidden states of every token
         num_rows, num_tokens = len(plan.sequences), plan.num_tokens
         num_long = next(
             (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens > 1), 0
@@ -294,7 +300,7 @@ class ModelRunner:
             self._slots.admit(plan.admitted, self._staging)
             for assignment in plan.admitted:
                 self._sampler.admit(assignment)
-            self._sampler.upload()
+        self._sampler.upload()
         for append in plan.block_appends:
             self._block_tables[append.group_id].append(append)
         for table in self._block_tables if self._attention.reads_unwritten else ():

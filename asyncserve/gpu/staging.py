@@ -92,6 +92,10 @@ class Staging:
         return buffer
 
 
+RESULT_ROWS = 8
+"""More than the steps that may be launched and not yet read."""
+
+
 class ResultRing:
     """Host memory that the last kernel of a step writes its tokens to, a row per step in flight and more.
 
@@ -101,14 +105,14 @@ class ResultRing:
     Args:
         device: Which writes.
         num_slots: Most tokens of a step.
-        depth: Rows: more than the steps that may be launched and not yet read.
 
     Attributes:
-        memory: `[depth, num_slots] int64`, memory the device can write to.
+        memory: `[RESULT_ROWS, num_slots] int64`, memory the device can write to.
     """
 
-    def __init__(self, device: Device, *, num_slots: int, depth: int = 8) -> None:
-        self.memory = device.host_buffer(depth * num_slots * 8).view(torch.int64).view(depth, num_slots)
+    def __init__(self, device: Device, *, num_slots: int) -> None:
+        memory = device.host_buffer(RESULT_ROWS * num_slots * 8).view(torch.int64)
+        self.memory = memory.view(RESULT_ROWS, num_slots)
         self._host: Int64Array = self.memory.numpy()
         self._next = 0
 

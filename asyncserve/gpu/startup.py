@@ -27,7 +27,7 @@ from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.models.registry import load_model_class
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.gpu.sampling.sampler import Sampler
-from asyncserve.gpu.step_inputs import StepSize
+from asyncserve.gpu.staging import RESULT_ROWS
 from asyncserve.gpu.weights import initialize_dummy, read_weights
 from asyncserve.kv_spec import DTYPE_BYTES, KVGroup, KVSpec
 from asyncserve.request import SamplingParams
@@ -142,14 +142,13 @@ def start_runner(
             "enable_chunked_prefill a prompt must fit one step; raise the one or lower the other"
         )
 
+    asked_sizes = decode_sizes(num_slots, graph_sizes or None) + mixed_sizes(num_slots, token_budget)
     model, weights_bytes = _load_model(checkpoint, opened, dtype=dtype, load_format=load_format, seed=seed)
     groups = group_layers(model.kv_specs(block_len=block_len, dtype=kv_dtype))
     attention = load_attention(attention_backend, groups, opened.torch_device)
 
     on_device = is_gpu and not attention.reads_unwritten
-    sizes: list[StepSize] = []
-    if on_device and not enforce_eager:
-        sizes = decode_sizes(num_slots, graph_sizes or None) + mixed_sizes(num_slots, token_budget)
+    sizes = asked_sizes if on_device and not enforce_eager else []
 
     def make_runner(sized: tuple[KVGroup, ...], model_len: int) -> ModelRunner:
         return ModelRunner(
@@ -199,6 +198,7 @@ def start_runner(
         max_unapplied=2 if async_scheduling else 1,
         device_name=opened.name,
     )
+    assert info.max_unapplied < RESULT_ROWS, "a step would overwrite tokens that nobody read"
     memory = opened.memory()
     logger.info(
         "ready on %s in %.1f s: weights %.0f MiB (%s), activations and rows %s, %d graphs %s, KV cache "

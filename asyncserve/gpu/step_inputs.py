@@ -41,13 +41,7 @@ class StepSize:
 
 
 class StepInputs(Protocol):
-    """One way to make the inputs; it holds one step at a time.
-
-    Attributes:
-        is_on_device: Whether the tensors are made by kernels from persistent memory, so that a graph can.
-    """
-
-    is_on_device: bool
+    """One way to make the inputs; it holds one step at a time."""
 
     def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
         """Read a plan, whose admissions and appends are applied already, and queue its copy to the device.
@@ -68,8 +62,8 @@ class StepInputs(Protocol):
         """Launch what makes the step's tensors and return them.
 
         Args:
-            size: What there is room for; the step's own size, or what `take` was given. With it the batch
-                is `padded`. None for just the step taken.
+            size: What there is room for, as `take` was given it; the batch is `padded` then. None for just
+                the step taken.
         """
 
     def settle(self) -> None:
@@ -84,8 +78,6 @@ class HostInputs:
         block_tables: One per KV group.
         staging: Takes everything to the device in one copy.
     """
-
-    is_on_device = False
 
     def __init__(self, slots: SlotTable, block_tables: Sequence[BlockTable], staging: Staging) -> None:
         self._slots = slots
@@ -118,8 +110,6 @@ class DeviceInputs:
         device: Where.
     """
 
-    is_on_device = True
-
     def __init__(
         self, slots: SlotTable, block_tables: Sequence[BlockTable], staging: Staging, device: Device
     ) -> None:
@@ -142,9 +132,7 @@ class DeviceInputs:
         )
         self._packed = self._persistent
         self._row_slots: Int64Array = np.empty(0, np.int64)
-        self._query_lens: Int64Array = self._row_slots
-        self._seq_lens: Int64Array = self._row_slots
-        self._num_samples = self._num_decode_rows = 0
+        self._num_tokens = self._num_samples = self._num_decode_rows = 0
 
     def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
         """Pack the step's row numbers and what the device's block tables lack, and queue the copy."""
@@ -153,8 +141,7 @@ class DeviceInputs:
         row_slots, starts, query_lens, samples = np.ascontiguousarray(fields.T)
         seq_lens = starts + query_lens
         sample_rows = samples.nonzero()[0]
-        self._row_slots, self._query_lens, self._seq_lens = row_slots, query_lens, seq_lens
-        self._num_samples = len(sample_rows)
+        self._row_slots, self._num_samples = row_slots, len(sample_rows)
         is_long = query_lens != 1
         self._num_decode_rows = int(is_long.argmax()) if is_long.any() else num_rows
         room = size.num_rows if size is not None else num_rows
@@ -166,7 +153,8 @@ class DeviceInputs:
 
         packed: Int32Array = np.zeros(num_elements, np.int32)
         query_ends = np.cumsum(query_lens)
-        packed[:5] = num_rows, query_ends[-1], len(sample_rows), result_row, self._num_decode_rows
+        self._num_tokens = int(query_ends[-1])
+        packed[:5] = num_rows, self._num_tokens, len(sample_rows), result_row, self._num_decode_rows
         packed[offsets.slots : offsets.slots + num_rows] = row_slots
         packed[offsets.seq_lens : offsets.seq_lens + num_rows] = seq_lens
         packed[offsets.query_start + 1 : offsets.query_start + 1 + num_rows] = query_ends
@@ -175,8 +163,9 @@ class DeviceInputs:
         begin = offsets.blocks
         for offset, (sent, counts, blocks) in zip(offsets.groups, unsent, strict=True):
             packed[offset : offset + num_rows] = sent
-            packed[offset + room] = begin
-            packed[offset + room + 1 : offset + room + 1 + num_rows] = begin + np.cumsum(counts)
+            begins = offset + offsets.stride
+            packed[begins] = begin
+            packed[begins + 1 : begins + 1 + num_rows] = begin + np.cumsum(counts)
             packed[begin : begin + len(blocks)] = blocks
             begin += len(blocks)
 
@@ -194,7 +183,7 @@ class DeviceInputs:
     def batch(self, size: StepSize | None = None) -> Batch:
         """Launch the kernel; without a size the batch has the host's facts of the step taken, too."""
         if size is None:
-            num_rows, num_tokens = len(self._row_slots), int(self._query_lens.sum())
+            num_rows, num_tokens = len(self._row_slots), self._num_tokens
             num_samples, packed = self._num_samples, self._packed
         else:
             num_rows, num_tokens = size.num_rows, size.num_tokens
@@ -217,8 +206,8 @@ class DeviceInputs:
             slot_mapping=made.slot_mapping,
             block_tables=made.block_tables,
             sample_tokens=made.sample_tokens[:num_samples],
-            query_lens_host=tuple(self._query_lens.tolist()) if size is None else (),
-            seq_lens_host=tuple(self._seq_lens.tolist()) if size is None else (),
+            query_lens_host=(),
+            seq_lens_host=(),
             num_decode_rows=self._num_decode_rows if size is None else num_rows,
             padded=None
             if size is None

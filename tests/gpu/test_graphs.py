@@ -86,6 +86,7 @@ def test_after_a_failed_capture_the_rest_is_left_and_what_is_there_is_used() -> 
 
 
 def test_usual_sizes_are_dense_where_padding_would_cost_most() -> None:
+    assert [entry.num_rows for entry in decode_sizes(1)] == [1]
     assert [entry.num_rows for entry in decode_sizes(20)] == [1, 2, 4, 8, 16, 20]
     nums = [entry.num_rows for entry in decode_sizes(300)]
     assert nums[:6] == [1, 2, 4, 8, 16, 24]

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from asyncserve.gpu.device import CpuDevice, Device
-from asyncserve.gpu.staging import Int32Array, Int64Array, Staging
+from asyncserve.gpu.staging import RESULT_ROWS, Int32Array, Int64Array, ResultRing, Staging
 from tests.fakes.device import FakeDevice
 
 ARRAYS: list[Int32Array | Int64Array] = [
@@ -49,3 +49,30 @@ def test_buffer_grows_with_what_it_must_carry() -> None:
     assert staging.upload([large])[0].tolist() == large.tolist()
     staging.upload([np.arange(3)])
     assert len(device.host_buffers) == 2
+
+
+@pytest.mark.parametrize("device", [CpuDevice(num_threads=1), FakeDevice()])
+def test_values_fill_the_beginning_of_a_tensor_and_may_be_changed_at_once(device: Device) -> None:
+    target = torch.full((5,), 9, dtype=torch.int32)
+    values = np.arange(3, dtype=np.int32)
+    Staging(device).fill(target, values)
+    values[:] = 7
+    assert target.tolist() == [0, 1, 2, 9, 9]
+
+
+def test_a_fill_does_not_overwrite_a_buffer_before_its_copy_was_done() -> None:
+    device = FakeDevice()
+    staging = Staging(device, depth=1)
+    for _ in range(2):
+        staging.fill(torch.empty(3, dtype=torch.int32), np.arange(3, dtype=np.int32))
+    assert [event.num_waits for event in device.events] == [1, 0]
+
+
+def test_steps_write_their_tokens_to_rows_of_their_own_in_turn() -> None:
+    ring = ResultRing(FakeDevice(), num_slots=4)
+    rows = [ring.take_row() for _ in range(RESULT_ROWS)]
+    assert sorted(rows) == list(range(RESULT_ROWS))
+    for row in rows:
+        ring.memory[row] = torch.arange(4) + 10 * row
+    assert [ring.tokens(row, 2) for row in rows] == [[10 * row, 10 * row + 1] for row in rows]
+    assert ring.take_row() == rows[0]

@@ -116,7 +116,7 @@ class StepAttention:
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def run(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k and v into the layer's cache and attend; shapes as in `AttentionBackend.run`.
+        """Write k and v into the layer's cache and attend; shapes as in `AttentionBackend.run`. No padding.
 
         Args:
             layer: The layer that asks.
@@ -124,6 +124,7 @@ class StepAttention:
             k: Rotated; in any dtype.
             v: As `k`, not rotated.
         """
+        assert self.batch.padded is None, "padding has no place in the cache to be written to"
         group_id = self.kv_cache.group_of_layer[layer.layer_id]
         rows = self.rows.get(group_id)
         if rows is None:

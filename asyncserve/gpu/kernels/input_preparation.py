@@ -1,6 +1,6 @@
 """A step's inputs, made on the device from what the host sends of it and the rows that persist there.
 
-The host sends one array of int32, whose fields are each as long as the rows the launch has room for
+The host sends one array of int32, whose fields have room for the rows of the launch
 (`field_offsets`): per row its slot, its length and where its tokens begin, the rows that sample, and per KV
 group the blocks its table does not have yet. One program a row appends these blocks to the persistent table,
 copies what the row needs of it to the step's own compact table, and makes its tokens' ids, positions and
@@ -25,18 +25,20 @@ token; the rest keeps the fields aligned."""
 
 
 class FieldOffsets(NamedTuple):
-    """Where the fields of the packed array begin, in elements.
+    """Where the fields of the packed array begin, in elements, each at 16 bytes: kernels are compiled for it.
 
     Args:
+        stride: Elements that a field has room for, at least one more than there are rows.
         slots: `[num_rows]`.
         seq_lens: `[num_rows]`; 0 for padding.
         query_start: `[num_rows + 1]`; padding begins where the tokens end.
         sample_rows: `[num_rows]`, numbers of the rows that sample.
-        groups: per KV group: `[num_rows]`, how many blocks the device's table of the row has already, then
-            `[num_rows + 1]`, where in the packed array the row's new ones stand.
+        groups: per KV group: `[num_rows]`, how many blocks the device's table of the row has already, then, a
+            stride further, `[num_rows + 1]`, where in the packed array the row's new ones stand.
         blocks: The new blocks of all rows and groups.
     """
 
+    stride: int
     slots: int
     seq_lens: int
     query_start: int
@@ -47,17 +49,17 @@ class FieldOffsets(NamedTuple):
 
 def field_offsets(num_rows: int, num_groups: int) -> FieldOffsets:
     """Return the layout for a launch with room for `num_rows` rows."""
-    slots = HEADER_LEN
-    first_group = slots + 4 * num_rows + 1
-    per_group = 2 * num_rows + 1
-    groups = tuple(first_group + group * per_group for group in range(num_groups))
+    stride = num_rows // 4 * 4 + 4
+    fields = [HEADER_LEN + field * stride for field in range(5 + 2 * num_groups)]
+    slots, seq_lens, query_start, sample_rows = fields[:4]
     return FieldOffsets(
+        stride=stride,
         slots=slots,
-        seq_lens=slots + num_rows,
-        query_start=slots + 2 * num_rows,
-        sample_rows=slots + 3 * num_rows + 1,
-        groups=groups,
-        blocks=first_group + num_groups * per_group,
+        seq_lens=seq_lens,
+        query_start=query_start,
+        sample_rows=sample_rows,
+        groups=tuple(fields[4:-1:2]),
+        blocks=fields[-1],
     )
 
 
@@ -100,7 +102,11 @@ def prepare_inputs(
     offsets = field_offsets(num_rows, len(tables))
     input_ids = torch.empty(num_tokens, dtype=torch.int32, device=device)
     positions = torch.empty(num_tokens, dtype=torch.int64, device=device)
-    by_row = torch.empty((3, num_rows), dtype=torch.int64, device=device)
+    # Not views of one tensor: where they begin would depend on the number of rows, and kernels are compiled
+    # for the alignment of what they are given.
+    sample_tokens, sample_positions, write_back = (
+        torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(3)
+    )
     sample_slots = torch.empty(num_rows, dtype=torch.int32, device=device)
     slot_mapping = []
     compact_tables = []
@@ -115,7 +121,9 @@ def prepare_inputs(
             table,
             input_ids,
             positions,
-            by_row,
+            sample_tokens,
+            sample_positions,
+            write_back,
             sample_slots,
             mapping,
             compact,
@@ -124,6 +132,7 @@ def prepare_inputs(
             history_width,
             history.shape[0] - 1,
             table.shape[1],
+            offsets.stride,
             offsets.groups[group_id],
             IS_FIRST=group_id == 0,
             BLOCK_LEN=block_len,
@@ -132,7 +141,6 @@ def prepare_inputs(
             num_warps=4,
             **launch_options(),
         )
-    sample_tokens, sample_positions, write_back = by_row.unbind()
     return PreparedInputs(
         input_ids=input_ids,
         positions=positions,
@@ -146,7 +154,15 @@ def prepare_inputs(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "history_width", "history_end", "max_blocks", "group_offset"]
+    do_not_specialize=[
+        "num_rows",
+        "num_tokens",
+        "history_width",
+        "history_end",
+        "max_blocks",
+        "stride",
+        "group_offset",
+    ]
 )
 def _prepare_rows(
     packed_ptr: tl.tensor,
@@ -154,7 +170,9 @@ def _prepare_rows(
     table_ptr: tl.tensor,
     input_ids_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    by_row_ptr: tl.tensor,
+    sample_tokens_ptr: tl.tensor,
+    sample_positions_ptr: tl.tensor,
+    write_back_ptr: tl.tensor,
     sample_slots_ptr: tl.tensor,
     slot_mapping_ptr: tl.tensor,
     compact_ptr: tl.tensor,
@@ -163,6 +181,7 @@ def _prepare_rows(
     history_width: tl.tensor,
     history_end: tl.tensor,
     max_blocks: tl.tensor,
+    stride: tl.tensor,
     group_offset: tl.tensor,
     IS_FIRST: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
@@ -194,25 +213,25 @@ def _prepare_rows(
         sample_position = row.to(tl.int64) * 0
         write_back = sample_position + history_end
         if row < tl.load(packed_ptr + 2):
-            sampled = tl.load(packed_ptr + HEADER_LEN + 3 * num_rows + 1 + row)
+            sampled = tl.load(packed_ptr + HEADER_LEN + 3 * stride + row)
             sample_slot = tl.load(packed_ptr + HEADER_LEN + sampled)
-            sample_position = tl.load(packed_ptr + HEADER_LEN + num_rows + sampled).to(tl.int64)
-            sample_token = (tl.load(packed_ptr + HEADER_LEN + 2 * num_rows + sampled + 1) - 1).to(tl.int64)
+            sample_position = tl.load(packed_ptr + HEADER_LEN + stride + sampled).to(tl.int64)
+            sample_token = (tl.load(packed_ptr + HEADER_LEN + 2 * stride + sampled + 1) - 1).to(tl.int64)
             write_back = sample_slot.to(tl.int64) * history_width + sample_position
         tl.store(sample_slots_ptr + row, sample_slot)
-        tl.store(by_row_ptr + row, sample_token)
-        tl.store(by_row_ptr + num_rows + row, sample_position)
-        tl.store(by_row_ptr + 2 * num_rows + row, write_back)
+        tl.store(sample_tokens_ptr + row, sample_token)
+        tl.store(sample_positions_ptr + row, sample_position)
+        tl.store(write_back_ptr + row, write_back)
 
     if row >= num_live:
         return
     slot = tl.load(packed_ptr + HEADER_LEN + row).to(tl.int64)
-    seq_len = tl.load(packed_ptr + HEADER_LEN + num_rows + row)
-    query_begin = tl.load(packed_ptr + HEADER_LEN + 2 * num_rows + row)
-    query_len = tl.load(packed_ptr + HEADER_LEN + 2 * num_rows + row + 1) - query_begin
+    seq_len = tl.load(packed_ptr + HEADER_LEN + stride + row)
+    query_begin = tl.load(packed_ptr + HEADER_LEN + 2 * stride + row)
+    query_len = tl.load(packed_ptr + HEADER_LEN + 2 * stride + row + 1) - query_begin
     num_held = tl.load(packed_ptr + group_offset + row)
-    new_begin = tl.load(packed_ptr + group_offset + num_rows + row)
-    num_new = tl.load(packed_ptr + group_offset + num_rows + row + 1) - new_begin
+    new_begin = tl.load(packed_ptr + group_offset + stride + row)
+    num_new = tl.load(packed_ptr + group_offset + stride + row + 1) - new_begin
     row_table_ptr = table_ptr + slot * max_blocks
     new_ptr = packed_ptr + new_begin - num_held
 

@@ -95,7 +95,9 @@ def choose_tokens(
     num_rows, vocab = logits.shape
     num_parts = triton.cdiv(vocab, _BLOCK_LEN.value * config.blocks_per_program)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    maxima, scores = torch.empty((2, num_rows, num_parts), dtype=torch.float32, device=logits.device)
+    # Not halves of one tensor: kernels are compiled for the alignment of what they are given.
+    maxima = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
+    scores = torch.empty_like(maxima)
     blocks = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
     _find_winners[(num_parts, num_rows)](
         logits,

@@ -115,7 +115,8 @@ class SmallProduct:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether it serves these rows."""
-        return self._takes(*x.shape, x.dtype)
+        num_tokens, in_features = x.shape
+        return self._takes(num_tokens, in_features, x.dtype)
 
     def run(
         self,
