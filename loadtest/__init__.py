@@ -6,5 +6,7 @@ times), `report` (definitions, tables, files); `scenarios/` holds runs as TOML. 
 `loadtest.frontend`, `loadtest.parsing` and `loadtest.structured` measure parts of asyncserve on a CPU;
 `loadtest.gpu` measures everything on a GPU, without a server being there: model shapes with random weights;
 `loadtest.kernels`, `loadtest.linears`, `loadtest.attention` and `loadtest.sampling` measure kernels alone;
-`loadtest.accuracy` holds what a model says on a GPU against what it says on a CPU.
+`loadtest.accuracy` holds what a model says on a GPU against what it says on a CPU. They share `figures`
+(what is kept, and said of the machine), `model_shapes` (sizes of the models in `shapes/`) and
+`kernel_benchmark`.
 """

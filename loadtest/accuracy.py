@@ -9,23 +9,21 @@ of a text in the repository, in the model's own tokens.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 from asyncserve import LLM, SamplingParams
 from asyncserve.checkpoint import open_checkpoint
 from asyncserve.loop.tokenizer import load_tokenizer
 from asyncserve.request import TokenLogprobs
+from loadtest import figures
 
 TEXT = Path("README.md")
 SHORTEST, LONGEST = 3, 200
@@ -227,12 +225,12 @@ def first_difference(found: Answers, reference: Answers) -> Difference | None:
 def errors(found: Sequence[float], reference: Sequence[float]) -> Errors:
     """Compare log-probabilities of the same tokens, at least one."""
     differences = [one - other for one, other in zip(found, reference, strict=True)]
-    ordered = sorted(map(abs, differences))
+    sizes = [abs(difference) for difference in differences]
     return Errors(
-        num_tokens=len(ordered),
-        mean=statistics.fmean(ordered),
-        p99=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        max=ordered[-1],
+        num_tokens=len(sizes),
+        mean=statistics.fmean(sizes),
+        p99=float(np.percentile(sizes, 99)),
+        max=max(sizes),
         bias=statistics.fmean(differences),
     )
 
@@ -331,15 +329,6 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _machine() -> dict[str, Any]:
-    has_triton = any(each.metadata["Name"] == "triton" for each in importlib.metadata.distributions())
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton") if has_triton else None,
-    }
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 0 if every way in float32 gives the reference's tokens, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -363,20 +352,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     candidates = ways(options.device, has_graphs=options.device != "cpu")
     results = measure(options.model, candidates, prompts, options.tokens)
-    machine = _machine()
     model = Path(options.model).name
-    print(f"{model}, {len(prompts)} prompts, {options.tokens} tokens each; {machine}\n\n{table(results)}")
+    about = f"{model}, {len(prompts)} prompts, {options.tokens} tokens each; {figures.machine()}"
+    print(f"{about}\n\n{table(results)}")
     if options.json is not None:
-        content = {
-            "date": datetime.date.today().isoformat(),
-            "label": options.label,
-            **machine,
-            "model": model,
-            "num_prompts": len(prompts),
-            "num_tokens": options.tokens,
-            "results": [asdict(result) for result in results],
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        figures.write(
+            options.json,
+            label=options.label,
+            model=model,
+            num_prompts=len(prompts),
+            num_tokens=options.tokens,
+            results=[asdict(result) for result in results],
+        )
     return 0 if all(result.is_sound for result in results) else 1
 
 

@@ -12,7 +12,6 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,16 +31,16 @@ from asyncserve.gpu.kernels.paged_prefill import (
     prefill_config,
 )
 from asyncserve.gpu.kernels.paging import shared_bytes
-from loadtest.kernel_benchmark import Rows, compile_ahead, run_benchmark
-from loadtest.kernels import Call, copy_gbps, device_us
-from loadtest.kernels import num_inputs as inputs_beyond_cache
+from loadtest.figures import Row, Rows
+from loadtest.kernel_benchmark import DTYPE, Call, compile_ahead, device_us, kernel_shapes, run_benchmark
+from loadtest.kernel_benchmark import num_inputs as inputs_beyond_cache
+from loadtest.model_shapes import Shape
 
-DTYPE = torch.bfloat16
 BLOCK_LEN = 16
 NUM_KV_HEADS = 8
 HEAD_DIM = 128
+"""As in every shape: one pool of K and V serves them all."""
 SCALE = HEAD_DIM**-0.5
-NUM_HEADS = {"llama-3.1-8b": 32, "qwen3-0.6b": 16}
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
 
 BATCHES = (1, 8, 64, 256)
@@ -232,20 +231,21 @@ def measure(copy: float) -> Rows:
     rows: Rows = []
     decode = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, num_sms=num_sms)
     print(f"{decode}\n{'decode':16}{'rows':>14}{'µs':>9}{'GB/s':>8}{'% of copy':>11}{'error':>9}")
-    for (shape, num_heads), (name, seq_lens) in itertools.product(NUM_HEADS.items(), decode_cases()):
-        case = Decode(pool, num_heads, seq_lens)
+    shapes = kernel_shapes()
+    for shape, (name, seq_lens) in itertools.product(shapes, decode_cases()):
+        case = Decode(pool, shape.num_heads, seq_lens)
         us = device_us(case.call(decode), case.num_inputs)
         gbps = case.num_bytes / us / 1e3
         equal = len(set(seq_lens)) == 1
         error = case.error(decode, seq_lens[0]) if equal else math.nan
-        print(f"{shape:16}{name:>14}{us:9.2f}{gbps:8.0f}{100 * gbps / copy:11.1f}{error:9.4f}", flush=True)
-        rows.append({"decode": name, "shape": shape, "us": us, "gbps": gbps, "share": gbps / copy})
+        print(
+            f"{shape.name:16}{name:>14}{us:9.2f}{gbps:8.0f}{100 * gbps / copy:11.1f}{error:9.4f}", flush=True
+        )
+        rows.append({"decode": name, "shape": shape.name, "us": us, "gbps": gbps, "share": gbps / copy})
     config = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
     print(f"{config}\n{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'error':>9}")
-    for (shape, num_heads), (num_rows, num_queries, num_cached) in itertools.product(
-        NUM_HEADS.items(), PROMPTS
-    ):
-        prompt = Prefill(pool, num_heads, num_rows, num_queries, num_cached)
+    for shape, (num_rows, num_queries, num_cached) in itertools.product(shapes, PROMPTS):
+        prompt = Prefill(pool, shape.num_heads, num_rows, num_queries, num_cached)
         us = device_us(prompt.call(config), 1)
         rates = {"paged": prompt.num_operations / us / 1e6}
         error = math.nan
@@ -263,8 +263,10 @@ def measure(copy: float) -> Rows:
             error = float((prompt.out - expected.transpose(1, 2).reshape(prompt.out.shape)).abs().max())
         name = f"{num_rows} x {num_queries}" + (f" + {num_cached}" if num_cached else "")
         paged, cudnn, flash = itertools.islice(itertools.chain(rates.values(), (math.nan,) * 2), 3)
-        print(f"{shape:16}{name:>14}{us:9.1f}{paged:9.0f}{cudnn:8.0f}{flash:8.0f}{error:9.4f}", flush=True)
-        rows.append({"prefill": name, "shape": shape, "us": us, "tflops": rates})
+        print(
+            f"{shape.name:16}{name:>14}{us:9.1f}{paged:9.0f}{cudnn:8.0f}{flash:8.0f}{error:9.4f}", flush=True
+        )
+        rows.append({"prefill": name, "shape": shape.name, "us": us, "tflops": rates})
     return rows
 
 
@@ -298,9 +300,9 @@ def prefill_sizes(tile: Sequence[int]) -> dict[str, int]:
     return dict(zip(("tile_rows", "tile_len", "num_warps", "num_stages"), tile, strict=True))
 
 
-def tuned_decode_cases() -> Iterator[tuple[str, str, list[int]]]:
+def tuned_decode_cases() -> Iterator[tuple[Shape, str, list[int]]]:
     """Yield shape, name, and lengths of the rows."""
-    first, second = NUM_HEADS
+    first, second = kernel_shapes()
     for batch in TUNED_SPLITS:
         yield first, f"{batch} x {CONTEXTS[0]}", [CONTEXTS[0]] * batch
     yield first, f"1 x {CONTEXTS[1]}", [CONTEXTS[1]]
@@ -311,7 +313,7 @@ def tuned_decode_cases() -> Iterator[tuple[str, str, list[int]]]:
 
 def tune() -> Rows:
     """Time other ways to cut the work; print each case's best first."""
-    first, second = NUM_HEADS.values()
+    first, second = (shape.num_heads for shape in kernel_shapes())
     compile_ahead(
         compile_tile,
         [
@@ -324,7 +326,7 @@ def tune() -> Rows:
     rows: Rows = []
     for shape, name, seq_lens in tuned_decode_cases():
         batch = len(seq_lens)
-        decode = Decode(pool, NUM_HEADS[shape], seq_lens)
+        decode = Decode(pool, shape.num_heads, seq_lens)
         ways = {
             f"tile {tile[0]} warps {tile[1]} stages {tile[2]} splits {num_splits}": decode.call(
                 tuned_config(tile, batch, num_splits)
@@ -333,7 +335,7 @@ def tune() -> Rows:
         }
         splits = count_splits(batch, NUM_KV_HEADS, chosen)
         ways[f"{chosen}: splits {splits}, chosen"] = decode.call(chosen)
-        rows.append(rank(f"decode {name} {shape}", ways, decode.num_inputs))
+        rows.append(rank(f"decode {name} {shape.name}", ways, decode.num_inputs))
     suits = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
     for num_rows, num_queries, num_cached in PROMPTS[:3]:
         prefill = Prefill(pool, first, num_rows, num_queries, num_cached)
@@ -348,7 +350,7 @@ def tune() -> Rows:
     return rows
 
 
-def rank(name: str, ways: dict[str, Call], num_inputs: int) -> dict[str, Any]:
+def rank(name: str, ways: dict[str, Call], num_inputs: int) -> Row:
     """Time each way, print them by time."""
     times = {}
     for way, call in ways.items():
@@ -371,7 +373,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         search_option="--tune",
         search_help="time other ways to cut the work",
-        copy_gbps=copy_gbps,
         measure=measure,
         search=tune,
     )

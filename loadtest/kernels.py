@@ -10,9 +10,9 @@ a copy measured in the same run. The eager columns are wall time per call, launc
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,55 +21,22 @@ from asyncserve.gpu.kv_cache import KVCache, token_rows
 from asyncserve.gpu.layers import mlp, norm
 from asyncserve.gpu.layers.rotary import Rotary, Rotation, rotate
 from asyncserve.kv_spec import FullAttention, KVGroup
-from loadtest.kernel_benchmark import run_benchmark
-
-DTYPE = torch.bfloat16
-BLOCK_LEN = 16
-EPS = 1e-5
-CALLS_PER_GRAPH = 32
-BYTES_BEYOND_CACHE = 160 * 2**20
-TOKENS = (1, 8, 64, 256, 2048)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of a model's layers."""
-
-    name: str
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    has_qk_norm: bool
-    vocab_size: int
-
-
-SHAPES = (
-    Shape(
-        name="llama-3.1-8b",
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        has_qk_norm=False,
-        vocab_size=128256,
-    ),
-    Shape(
-        name="qwen3-0.6b",
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        has_qk_norm=True,
-        vocab_size=151936,
-    ),
+from loadtest.figures import Rows
+from loadtest.kernel_benchmark import (
+    CALLS_PER_GRAPH,
+    DTYPE,
+    EPS,
+    Call,
+    device_us,
+    kernel_shapes,
+    num_inputs,
+    random,
+    run_benchmark,
 )
+from loadtest.model_shapes import Shape
 
-Call = Callable[[int], object]
-"""Runs the kernel on the inputs of that number."""
+BLOCK_LEN = 16
+TOKENS = (1, 8, 64, 256, 2048)
 
 
 class Tile(NamedTuple):
@@ -102,16 +69,6 @@ class Case:
     fused: Call
     composed: Call
     tiles: Sequence[Tile]
-
-
-def num_inputs(num_bytes: int) -> int:
-    """Return how many inputs of that size leave nothing of the first in the L2 cache."""
-    return max(1, min(CALLS_PER_GRAPH, -(-BYTES_BEYOND_CACHE // num_bytes)))
-
-
-def random(*shape: int) -> torch.Tensor:
-    """Return random values: zeros would take less power, and so less time."""
-    return torch.randn(shape, dtype=DTYPE, device="cuda")
 
 
 def norm_case(shape: Shape, num_tokens: int) -> Case:
@@ -251,31 +208,10 @@ def rotation_case(shape: Shape, num_tokens: int) -> Case:
 
 def cases() -> Iterator[Case]:
     """Make the cases, one at a time: their inputs are large."""
-    for shape in SHAPES:
+    for shape in kernel_shapes():
         for make in (norm_case, gate_case, rotary_case, rotation_case):
             for num_tokens in TOKENS:
                 yield make(shape, num_tokens)
-
-
-def device_us(call: Call, inputs: int) -> float:
-    """Return the device time of a call inside a graph of many."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(CALLS_PER_GRAPH):
-            call(i % inputs)
-    graph.replay()
-    rounds = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(4):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        rounds.append(1e3 * float(begin.elapsed_time(end)) / (4 * CALLS_PER_GRAPH))
-    return statistics.median(rounds)
 
 
 def eager_us(call: Call, inputs: int) -> float:
@@ -291,21 +227,7 @@ def eager_us(call: Call, inputs: int) -> float:
     return statistics.median(rounds)
 
 
-def copy_gbps() -> float:
-    """Return the bandwidth of a copy of 1 GiB, read and write counted.
-
-    The quicker of two: the driver's copy, and a kernel that multiplies by one (on an H200 the driver's is
-    much slower when it is part of a graph).
-    """
-    source, target = (torch.zeros(2**28, dtype=torch.float32, device="cuda") for _ in range(2))
-    us = min(
-        device_us(lambda _: target.copy_(source), 1),
-        device_us(lambda _: torch.mul(source, 1.0, out=target), 1),
-    )
-    return 2 * 2**30 / us / 1e3
-
-
-def measure(copy: float) -> list[dict[str, Any]]:
+def measure(copy: float) -> Rows:
     """Measure every case and print its row."""
     print(
         f"{'kernel':18}{'shape':14}{'tokens':>7}{'µs':>9}{'GB/s':>8}{'%':>6}{'torch µs':>10}{'times':>7}"
@@ -339,7 +261,7 @@ def measure(copy: float) -> list[dict[str, Any]]:
     return found
 
 
-def sweep() -> list[dict[str, Any]]:
+def sweep() -> Rows:
     """Time the tiles of every case and print them, the quickest first, beside the one that is chosen."""
     found = []
     for case in cases():
@@ -369,7 +291,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         search_option="--sweep",
         search_help="time other tiles than the ones chosen",
-        copy_gbps=copy_gbps,
         measure=measure,
         search=sweep,
     )

@@ -18,8 +18,18 @@ import triton
 
 from asyncserve.gpu.kernels import rms_norm, silu_mul, small_linear
 from asyncserve.gpu.kernels.small_linear import SmallLinearConfig
-from loadtest.kernel_benchmark import Rows, compile_ahead, run_benchmark
-from loadtest.kernels import DTYPE, EPS, SHAPES, Shape, copy_gbps, device_us, num_inputs, random
+from loadtest.figures import Rows
+from loadtest.kernel_benchmark import (
+    DTYPE,
+    EPS,
+    compile_ahead,
+    device_us,
+    kernel_shapes,
+    num_inputs,
+    random,
+    run_benchmark,
+)
+from loadtest.model_shapes import Shape
 
 TOKENS = (1, 2, 8, 16)
 SWEPT_TOKENS = (1, 8)
@@ -255,7 +265,7 @@ def layer_case(shape: Shape, num_tokens: int) -> Case:
 
 def cases(tokens: Sequence[int]) -> Iterator[Case]:
     """Make the cases, one at a time: their weights are large."""
-    for shape in SHAPES:
+    for shape in kernel_shapes():
         for product in products(shape):
             for num_tokens in tokens:
                 yield product_case(product, shape, num_tokens)
@@ -292,7 +302,7 @@ def sweep() -> Rows:
     """Time other ways to cut each product and print the quickest, beside the one that is chosen."""
     jobs = [
         (product, num_tokens, config)
-        for shape in SHAPES
+        for shape in kernel_shapes()
         for product in products(shape)
         for num_tokens in SWEPT_TOKENS
         for config in other_configs(product, num_tokens)
@@ -343,7 +353,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         search_option="--sweep",
         search_help="time other ways than the ones chosen",
-        copy_gbps=copy_gbps,
         measure=measure,
         search=sweep,
     )

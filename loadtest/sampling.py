@@ -24,8 +24,15 @@ from asyncserve.gpu.sampling.choice import choose
 from asyncserve.gpu.sampling.slot_values import DeviceValues, SlotValues
 from asyncserve.request import SamplingParams
 from asyncserve.step import BAD_LOGITS
-from loadtest.kernel_benchmark import Rows, compile_ahead, run_benchmark
-from loadtest.kernels import DTYPE, SHAPES, copy_gbps, device_us, num_inputs
+from loadtest.figures import Rows
+from loadtest.kernel_benchmark import (
+    DTYPE,
+    compile_ahead,
+    device_us,
+    kernel_shapes,
+    num_inputs,
+    run_benchmark,
+)
 
 NUM_ROWS = (1, 8, 64, 256)
 SWEPT_ROWS = (1, 256)
@@ -166,7 +173,7 @@ def compose(rule: str, logits: torch.Tensor) -> torch.Tensor:
 
 def cases() -> Iterator[tuple[str, str, int, int]]:
     """Yield kind of logits, rule, rows and vocabulary."""
-    for shape in SHAPES:
+    for shape in kernel_shapes():
         for kind in KINDS:
             for rule in RULES:
                 if kind == "normal" and rule in ("greedy", "draw"):  # cost the same whatever the logits
@@ -245,7 +252,7 @@ def launch_way(way: tuple[int, ChoiceConfig | TruncationConfig]) -> None:
 
 def sweep() -> Rows:
     """Time other ways to cut the work; print each case's best first."""
-    vocab = max(shape.vocab_size for shape in SHAPES)
+    vocab = max(shape.vocab_size for shape in kernel_shapes())
     cuts = list(dict.fromkeys([*FIRST_CUTS, *SECOND_CUTS]))  # both have the chosen one
     configs: list[ChoiceConfig | TruncationConfig] = [*CHOICES, *cuts]
     compile_ahead(launch_way, [(vocab, config) for config in configs])
@@ -284,7 +291,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         search_option="--sweep",
         search_help="time other ways to cut the work than the ones chosen",
-        copy_gbps=copy_gbps,
         measure=measure,
         search=sweep,
     )

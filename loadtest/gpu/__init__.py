@@ -2,9 +2,9 @@
 
 Two model shapes with random weights, through `LLM` and through the server over HTTP. In the order of a run:
 `parts` (what there is to measure, each in a process of its own), `machine` (what a copy and a product reach),
-`shapes` (sizes, and the bytes of a step), `aims` (what is wanted), `vocabulary` (a tokenizer made up for a
-shape), `offline` (measured through `LLM`), `step_record` (what the engine told of its steps), `steps` (decode
-alone, engine driven directly), `kernel_times` (where a step's time goes), `online` (measured over HTTP),
-`server_process` (the server), `client_processes` (who asks), `replay_server` (what the clients could take at
-most), `results` (JSON and tables).
+`aims` (what is wanted), `vocabulary` (a tokenizer made up for a shape), `offline` (measured through `LLM`),
+`step_record` (what the engine told of its steps), `steps` (decode alone, engine driven directly),
+`kernel_times` (where a step's time goes), `online` (measured over HTTP), `server_process` (the server),
+`client_processes` (who asks), `replay_server` (what the clients could take at most), `results` (JSON and
+tables). The programs that measure kernels alone are parts, too; `extent` says how much is measured.
 """

@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loadtest.gpu import machine, parts
+from loadtest import figures
+from loadtest.gpu import parts
 from loadtest.gpu.extent import FULL, MEASUREMENTS, QUICK
 from loadtest.gpu.parts import Job, Part
 from loadtest.gpu.results import Results, combined, markdown
-from loadtest.gpu.shapes import Shape, known_shapes
 from loadtest.gpu.vocabulary import write_tokenizer
+from loadtest.model_shapes import Shape, known_shapes
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -145,10 +146,10 @@ def _interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
 def _about(arguments: argparse.Namespace, argv: Sequence[str], now: datetime.datetime) -> dict[str, Any]:
     return {
         "date": now.isoformat(timespec="seconds"),
-        "commit": arguments.commit or machine.commit(),
+        "commit": arguments.commit or figures.commit(),
         "label": arguments.label,
         "command": shlex.join(["python", "-m", "loadtest.gpu", *_without_out(argv)]),
-        "versions": machine.versions(),
+        "versions": figures.versions(),
     }
 
 

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loadtest.figures import Row
 from loadtest.gpu.extent import Extent
-from loadtest.gpu.offline import Row
-from loadtest.gpu.shapes import Shape
 from loadtest.gpu.steps import DecodingBatch, one_by_one, running_driver
+from loadtest.model_shapes import Shape
 
 MAX_NAME_LEN = 90
 

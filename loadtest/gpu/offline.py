@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncserve import LLM, SamplingParams
+from loadtest.figures import Row
 from loadtest.gpu.extent import MEASUREMENTS, Extent
-from loadtest.gpu.shapes import Shape
 from loadtest.gpu.step_record import StepRecorder, decode_steps, summarize
+from loadtest.model_shapes import Shape
 from loadtest.workload import random_tokens
 
-Row = dict[str, Any]
 MIX_VOCAB_SIZE = 10_001
 MIX_TEMPERATURE = 0.6
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.client import Record
+from loadtest.figures import Row
 from loadtest.gpu import client_processes, server_process
 from loadtest.gpu.client_processes import ClientProcesses
 from loadtest.gpu.extent import Extent, OnlineLoad
-from loadtest.gpu.offline import Row, engine_options, of_shape
+from loadtest.gpu.offline import engine_options, of_shape
 from loadtest.gpu.server_process import ServerProcess, split_cores
-from loadtest.gpu.shapes import Shape
+from loadtest.model_shapes import Shape
 from loadtest.report import Report, summarize
 from loadtest.workload import Sample, random_tokens
 

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest.figures import Row
 from loadtest.gpu.extent import Extent
-from loadtest.gpu.shapes import Shape
+from loadtest.model_shapes import Shape
 
-Row = dict[str, Any]
+PROGRAMS = ("attention", "kernels", "linears", "sampling")
+"""Of `loadtest`, those that measure kernels alone."""
 ERROR = "error"
 """Key of a row that says why the part ended early."""
 
@@ -107,11 +109,8 @@ def all_parts(shapes: Sequence[Shape], only: Sequence[str] = (), skip: Sequence[
             Part(name=f"online-{shape.name}", kind="online", limit_s=210, shape=shape),
             Part(name=f"start-{shape.name}", kind="start", limit_s=90, shape=shape),
         ]
-    found += [
-        Part(name="clients", kind="clients", limit_s=60),
-        Part(name="attention", kind="attention", limit_s=150),
-        Part(name="kernels", kind="kernels", limit_s=150),
-    ]
+    found.append(Part(name="clients", kind="clients", limit_s=60))
+    found += [Part(name=program, kind="program", limit_s=150) for program in PROGRAMS]
     for word in (*only, *skip):
         if not any(part.is_named([word]) for part in found):
             raise ValueError(f"no part {word!r}; there are {', '.join(part.name for part in found)}")
@@ -196,13 +195,13 @@ def perform(part: Part, job: Job, rows_to: int) -> int:
 
 def measure(part: Part, job: Job, folder: Path) -> Iterator[Row]:
     """Make a part's measurements."""
-    # Imported here, each by those who need it: offline brings torch, and the machine part needs a GPU.
+    # Imported here, each by those who need it: most bring torch.
     if part.kind == "machine":
         from loadtest.gpu import machine
 
         yield from machine.measure()
-    elif part.kind in ("attention", "kernels"):
-        yield from _program(part.kind, folder)
+    elif part.kind == "program":
+        yield from _program(part.name, folder)
     elif part.kind == "clients":
         from loadtest.gpu import online
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from loadtest.figures import Row
 from loadtest.gpu.aims import aims_of, others_of
-from loadtest.gpu.parts import Outcome, Part, Row
+from loadtest.gpu.parts import Outcome, Part
 
 
 class Results:

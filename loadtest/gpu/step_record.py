@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from asyncserve.observer import NullObserver
 from asyncserve.step import StepOutput, StepPlan
 
@@ -106,15 +108,13 @@ def summarize(steps: Sequence[Step]) -> StepFigures | None:
     """Return the figures of successive steps; None if there are none."""
     if not steps:
         return None
-    gaps_ms = sorted(
-        1e3 * (later.applied_s - earlier.applied_s) for earlier, later in itertools.pairwise(steps)
-    )
+    gaps_ms = [1e3 * (later.applied_s - earlier.applied_s) for earlier, later in itertools.pairwise(steps)]
     device_s = sum(step.device_s for step in steps)
     idle_s = sum(step.idle_s for step in steps)
     return StepFigures(
         num_steps=len(steps),
         interval_ms=statistics.median(gaps_ms) if gaps_ms else None,
-        interval_p99_ms=gaps_ms[min(len(gaps_ms) - 1, int(0.99 * len(gaps_ms)))] if gaps_ms else None,
+        interval_p99_ms=float(np.percentile(gaps_ms, 99)) if gaps_ms else None,
         device_ms=1e3 * statistics.median(step.device_s for step in steps),
         launch_ms=1e3 * statistics.median(step.launch_s for step in steps),
         idle_share=idle_s / (idle_s + device_s) if idle_s + device_s else 0.0,

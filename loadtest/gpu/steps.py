@@ -20,10 +20,11 @@ from asyncserve.errors import AsyncserveError
 from asyncserve.loop.engine import Engine
 from asyncserve.request import Request, RequestOutput, TokensPrompt
 from asyncserve.serve import build_engine, open_model
+from loadtest.figures import Row
 from loadtest.gpu.extent import Extent
-from loadtest.gpu.offline import Row, engine_options
-from loadtest.gpu.shapes import Shape
+from loadtest.gpu.offline import engine_options
 from loadtest.gpu.step_record import Step, StepRecorder, decode_steps, summarize
+from loadtest.model_shapes import Shape
 from loadtest.workload import random_tokens
 
 POLL_S = 0.01

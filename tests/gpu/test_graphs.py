@@ -85,6 +85,20 @@ def test_after_a_failed_capture_the_rest_is_left_and_what_is_there_is_used() -> 
     assert found(pool, size(2)) == size(8)
 
 
+def test_a_size_that_lacks_memory_is_left_out_and_the_smaller_ones_are_captured() -> None:
+    def capture(captured: StepSize) -> StepGraph:
+        if captured.num_rows == 8:
+            raise torch.OutOfMemoryError
+        return graph_of(captured)
+
+    pool = GraphPool([size(2), size(4), size(8)])
+    pool.capture_next(capture)
+    assert (pool.num_pending, pool.num_ready) == (2, 0)
+    pool.capture_next(capture)
+    assert found(pool, size(2)) == size(4)
+    assert found(pool, size(5)) is None
+
+
 def test_usual_sizes_are_dense_where_padding_would_cost_most() -> None:
     assert [entry.num_rows for entry in decode_sizes(1)] == [1]
     assert [entry.num_rows for entry in decode_sizes(20)] == [1, 2, 4, 8, 16, 20]

@@ -72,8 +72,8 @@ def test_errors_are_of_absolute_differences_and_the_bias_keeps_the_sign() -> Non
     assert (found.num_tokens, found.max) == (3, 1.0)
     assert found.mean == pytest.approx(0.5)
     assert found.bias == pytest.approx(1 / 6)
-    assert errors([0.0] * 990 + [1.0] * 10, [0.0] * 1000).p99 == 1.0
-    assert errors([0.0] * 991 + [1.0] * 9, [0.0] * 1000).p99 == 0.0
+    assert errors([0.0] * 989 + [-1.0] * 12, [0.0] * 1001).p99 == 1.0
+    assert errors([0.0] * 992 + [-1.0] * 9, [0.0] * 1001).p99 == 0.0
 
 
 def test_decoded_tokens_are_held_against_their_own_scores_and_not_the_prompts() -> None:

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
-from loadtest.kernel_benchmark import Rows, compile_ahead, run_benchmark
+from loadtest.figures import Rows
+from loadtest.kernel_benchmark import compile_ahead, kernel_shapes, num_inputs, run_benchmark
 
 
 def no_rows() -> Rows:
@@ -19,10 +19,19 @@ def test_without_a_gpu_nothing_is_measured_and_it_is_said() -> None:
             description="",
             search_option="--sweep",
             search_help="",
-            copy_gbps=lambda: 1.0,
             measure=lambda _: no_rows(),
             search=no_rows,
         )
+
+
+def test_kernels_are_measured_on_every_shape_in_the_order_of_names() -> None:
+    llama, qwen = kernel_shapes()
+    assert (llama.name, llama.has_qk_norm, llama.num_heads) == ("llama-3.1-8b", False, 32)
+    assert (qwen.name, qwen.has_qk_norm, qwen.num_heads) == ("qwen3-0.6b", True, 16)
+
+
+def test_inputs_together_exceed_the_cache_unless_a_graph_has_not_so_many_calls() -> None:
+    assert [num_inputs(size) for size in (1, 32 * 2**20, 2**30)] == [32, 5, 1]
 
 
 @pytest.mark.slow

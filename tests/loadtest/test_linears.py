@@ -3,12 +3,12 @@ import torch
 
 pytest.importorskip("triton")
 from loadtest import linears
-from loadtest.kernels import SHAPES
+from loadtest.model_shapes import Shape, known_shapes
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", known_shapes(), ids=lambda shape: shape.name)
 @pytest.mark.parametrize("num_tokens", linears.SWEPT_TOKENS)
-def test_every_product_has_other_ways_and_they_differ(shape: linears.Shape, num_tokens: int) -> None:
+def test_every_product_has_other_ways_and_they_differ(shape: Shape, num_tokens: int) -> None:
     for product in linears.products(shape):
         ways = linears.other_configs(product, num_tokens)
         assert len(ways) >= 8
@@ -18,9 +18,10 @@ def test_every_product_has_other_ways_and_they_differ(shape: linears.Shape, num_
 
 
 def test_a_layer_reads_the_weights_of_its_four_products() -> None:
-    names = [product.name for product in linears.products(SHAPES[1])]
-    assert names == ["qkv", "o", "gate_up", "down", "head"]
-    assert sum(product.num_rows * product.in_features for product in linears.products(SHAPES[1])[:4]) == (
+    (qwen,) = known_shapes(["qwen3-0.6b"])
+    products = linears.products(qwen)
+    assert [product.name for product in products] == ["qkv", "o", "gate_up", "down", "head"]
+    assert sum(product.num_rows * product.in_features for product in products[:4]) == (
         1024 * (4096 + 2 * 3072) + 2048 * 1024 + 3072 * 1024
     )
 

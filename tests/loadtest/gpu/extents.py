@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.gpu.extent import Extent, OnlineLoad
-from loadtest.gpu.shapes import Shape
+from loadtest.model_shapes import Shape
 from tests.fakes.tiny_model import tiny_llama_config
 
 TINY = Extent(

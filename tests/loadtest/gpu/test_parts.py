@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.gpu import __main__ as program
-from loadtest.gpu.parts import Part, all_parts, run
-from loadtest.gpu.shapes import known_shapes
+from loadtest.gpu.parts import PROGRAMS, Part, all_parts, run
+from loadtest.model_shapes import known_shapes
 from tests.loadtest.gpu.extents import tiny_shape
 
 CHILD = """
@@ -76,7 +76,7 @@ def test_parts_are_chosen_by_a_piece_of_their_name_and_the_machine_always() -> N
     shapes = known_shapes()
     names = [each.name for each in all_parts(shapes)]
     assert names[0] == "machine"
-    assert {"offline-qwen3-0.6b", "online-llama-3.1-8b", "clients", "attention", "kernels"} < {*names}
+    assert {"offline-qwen3-0.6b", "online-llama-3.1-8b", "clients", *PROGRAMS} < {*names}
     chosen = [each.name for each in all_parts(shapes, ["online-qwen", "kernels"])]
     assert chosen == ["machine", "online-qwen3-0.6b", "kernels"]
     skipped = [each.name for each in all_parts(shapes, ["qwen"], ["machine", "online"])]

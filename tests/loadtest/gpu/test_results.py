@@ -4,7 +4,7 @@ from typing import Any
 
 from loadtest.gpu.parts import Outcome, Part
 from loadtest.gpu.results import TABLES, Results, combined, markdown, number, spread
-from loadtest.gpu.shapes import known_shapes
+from loadtest.model_shapes import known_shapes
 
 ABOUT = {"date": "2026-01-01", "commit": "abc", "label": "", "command": "python", "versions": {"torch": "2"}}
 MACHINE = {

@@ -32,7 +32,7 @@ def test_figures_are_medians_and_the_idle_share_is_of_all_the_devices_time() -> 
     assert figures is not None
     assert figures.num_steps == 4
     assert figures.interval_ms == pytest.approx(4.0)
-    assert figures.interval_p99_ms == pytest.approx(100.0)
+    assert figures.interval_p99_ms == pytest.approx(4.0 + 0.98 * 96.0)
     assert figures.device_ms == pytest.approx(3.0)
     assert figures.launch_ms == pytest.approx(1.0)
     assert figures.idle_share == pytest.approx(1 / 13)

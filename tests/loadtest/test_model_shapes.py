@@ -5,7 +5,7 @@ import pytest
 from asyncserve.checkpoint import open_checkpoint
 from asyncserve.gpu.models.registry import load_model_class
 from loadtest.gpu.aims import AIMS, OTHERS
-from loadtest.gpu.shapes import known_shapes
+from loadtest.model_shapes import known_shapes
 from tests.loadtest.gpu.extents import tiny_shape
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncserve.checkpoint import read_json
 
-SHAPES = Path(__file__).parent.parent / "shapes"
+SHAPES = Path(__file__).parent / "shapes"
 BYTES_PER_VALUE = 2
 """Of weights and KV cache: bfloat16."""
 
@@ -28,6 +28,7 @@ class Shape:
         num_heads: Query heads.
         num_kv_heads: Heads of K, and of V.
         head_dim: Width of a head.
+        has_qk_norm: Whether each head of q and of k is normalized.
         vocab_size: Rows of the output matrix.
     """
 
@@ -39,6 +40,7 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_qk_norm: bool
     vocab_size: int
 
     @staticmethod
@@ -58,6 +60,7 @@ class Shape:
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
+            has_qk_norm=config["model_type"] == "qwen3",  # no field says so
             vocab_size=config["vocab_size"],
         )
 
