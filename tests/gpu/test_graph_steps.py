@@ -191,9 +191,7 @@ def fail_as_a_compiler_does(device: torch.device) -> None:
 
 
 @each_subject
-@pytest.mark.parametrize(
-    ("failure", "num_lost"), [(run_out_of_memory, 1), (fail_as_a_compiler_does, None)]
-)
+@pytest.mark.parametrize(("failure", "num_lost"), [(run_out_of_memory, 1), (fail_as_a_compiler_does, None)])
 def test_a_capture_that_fails_leaves_steps_to_run_without_it(
     subject: Subject,
     failure: Callable[[torch.device], object],

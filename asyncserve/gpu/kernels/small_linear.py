@@ -91,15 +91,19 @@ def small_linear_config(
     row_len = triton.next_power_of_2(in_features)
     sides = 2 if is_gated else 1
     if num_tokens == 1:
-        if row_len <= 1024:
-            rows = max(1, 16 * 1024 // row_len * 2 // itemsize // sides)
+        # What a thread holds of x, of the norm's weight and of its rows must fit its registers.
+        row_bytes = row_len * itemsize
+        if row_bytes <= 2048:
+            rows = max(1, 16 * 2048 // row_bytes // sides)
             return SmallLinearConfig(rows=min(rows, 16), tile_len=row_len, num_warps=4, warps_per_row=sides)
-        if in_features > 4096:
-            return SmallLinearConfig(rows=4, tile_len=1024, num_warps=8, warps_per_row=4)
-        if in_features == 4096 and out_features <= 4096:
-            return SmallLinearConfig(rows=8, tile_len=1024, num_warps=4, warps_per_row=2)
-        shared = 4 if row_len == 4096 and not is_gated else 1
-        return SmallLinearConfig(rows=4, tile_len=row_len, num_warps=4, warps_per_row=shared)
+        if row_bytes <= 4096:
+            return SmallLinearConfig(rows=4, tile_len=row_len, num_warps=4, warps_per_row=sides)
+        if row_bytes <= 8192 and (is_gated or in_features < 4096 or out_features > 4096):
+            return SmallLinearConfig(rows=4 // sides, tile_len=row_len, num_warps=4, warps_per_row=4)
+        tile_len = 2048 // itemsize
+        if is_gated or row_bytes <= 8192:
+            return SmallLinearConfig(rows=8 // sides, tile_len=tile_len, num_warps=4, warps_per_row=2)
+        return SmallLinearConfig(rows=4, tile_len=tile_len, num_warps=8, warps_per_row=4)
     # A warp's part of a tile is 16 columns at least.
     tile_len = max(128, row_len)
     if tile_len <= 2048:
