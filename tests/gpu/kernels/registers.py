@@ -1,4 +1,4 @@
-"""Compiles the products of a few tokens for an H100 or H200 and prints what spills: a GPU is not needed.
+"""Compiles the products of a few tokens for an H100 or H200 and prints their registers: a GPU is not needed.
 
 Run as a module in a process of its own, since a process that interprets kernels cannot compile them. A way to
 cut the work that does not fit the registers is right, and slower by a factor of ten: nothing else would show.
@@ -32,8 +32,8 @@ PRODUCTS = [
 ]
 
 
-def stack_bytes(kernel: Any, constants: Mapping[str, object], dtype: str, num_warps: int) -> int:
-    """Compile a kernel and return the bytes of its stack frame: what does not fit the registers."""
+def usage(kernel: Any, constants: Mapping[str, object], dtype: str, num_warps: int) -> tuple[int, int]:
+    """Compile a kernel; return its registers, and the bytes on its stack, which did not fit them."""
     names = kernel.arg_names
     types = dict.fromkeys(POINTERS, f"*{dtype}") | SCALARS
     aligned = [place for place, name in enumerate(names) if name in POINTERS or name.endswith("_stride")]
@@ -53,11 +53,12 @@ def stack_bytes(kernel: Any, constants: Mapping[str, object], dtype: str, num_wa
         told = subprocess.run(
             [str(cuobjdump), "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    return max(int(found) for found in re.findall(r"STACK:(\d+)", told))
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", told)
+    return int(found[0]), int(found[1])
 
 
-def cases() -> Iterator[tuple[str, int]]:
-    """Compile every way that is chosen; yield what it is and the bytes of its stack."""
+def cases() -> Iterator[tuple[str, tuple[int, int]]]:
+    """Compile every way that is chosen; yield what it is and its usage."""
     for in_features, out_features, is_gated, has_norm in PRODUCTS:
         for num_tokens in (1, 8, 16):
             if not takes(num_tokens, in_features, torch.bfloat16):
@@ -91,7 +92,7 @@ def cases() -> Iterator[tuple[str, int]]:
                     "DOT_DTYPE": tl.bfloat16,
                 }
             name = f"{num_tokens} x {in_features} -> {out_features}, gated {is_gated}, norm {has_norm}"
-            yield f"{name}: {config}", stack_bytes(kernel, constants, "bf16", config.num_warps)
+            yield f"{name}: {config}", usage(kernel, constants, "bf16", config.num_warps)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-MOST_STACK_BYTES = 64
-"""Versions of the compiler differ by a few registers; a way that does not fit takes kilobytes."""
+MOST_REGISTERS = 200
+"""Of 255. Versions of the compiler differ: what takes 243 with one has 2.9 KB on its stack with another."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_way_that_is_chosen_fits_the_registers() -> None:
-    """One that was chosen spilled 2.9 KB, and a step of llama-3.1-8b took 57 ms instead of 4."""
+    """One that did not made a step of llama-3.1-8b take 57 ms instead of 4."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.gpu.kernels.spills"],
+        [sys.executable, "-W", "ignore", "-m", "tests.gpu.kernels.registers"],
         cwd=Path(__file__).parents[3],
         env=environment,
         capture_output=True,
@@ -24,6 +24,6 @@ def test_every_way_that_is_chosen_fits_the_registers() -> None:
         check=False,
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    stacks = json.loads(found.stdout.splitlines()[-1])
-    assert len(stacks) > 40
-    assert {name: num_bytes for name, num_bytes in stacks.items() if num_bytes > MOST_STACK_BYTES} == {}
+    usage = json.loads(found.stdout.splitlines()[-1])
+    assert len(usage) > 40
+    assert {name: used for name, used in usage.items() if used[0] > MOST_REGISTERS or used[1] > 0} == {}
