@@ -12,7 +12,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -281,9 +281,8 @@ def _tokens_of(logprobs: Sequence[Sequence[TokenLogprobs]]) -> list[list[int]]:
 
 def measure(
     model: str, candidates: Sequence[Way], prompts: Sequence[Sequence[int]], num_tokens: int
-) -> list[Result]:
-    """Run the reference, then each way beside it."""
-    results = []
+) -> Iterator[Result]:
+    """Run the reference, then each way beside it, and yield what was found of it at once."""
     with open_way(REFERENCE, model, num_prompts=len(prompts)) as reference_llm:
         reference = answer(reference_llm, prompts, num_tokens)
         texts = _joined(prompts, reference.tokens)
@@ -295,9 +294,8 @@ def measure(
                 own = score(llm, texts)
             said = _tokens_of(found.logprobs)
             judged = true if said == reference.tokens else score(reference_llm, _joined(prompts, said))
-            results.append(compare(way, prompts, found, reference, (own, true), judged))
             print(f"{way.name}: {time.perf_counter() - began_s:.1f} s", file=sys.stderr, flush=True)
-    return results
+            yield compare(way, prompts, found, reference, (own, true), judged)
 
 
 def _joined(prompts: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -351,19 +349,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         head=tokenizer.encode("", add_special_tokens=True),
     )
     candidates = ways(options.device, has_graphs=options.device != "cpu")
-    results = measure(options.model, candidates, prompts, options.tokens)
     model = Path(options.model).name
+    results: list[Result] = []
+    for result in measure(options.model, candidates, prompts, options.tokens):
+        results.append(result)
+        print(table([result]), flush=True)
+        if options.json is not None:  # each time: a run that is ended keeps what it found
+            figures.write(
+                options.json,
+                label=options.label,
+                model=model,
+                num_prompts=len(prompts),
+                num_tokens=options.tokens,
+                results=[asdict(each) for each in results],
+            )
     about = f"{model}, {len(prompts)} prompts, {options.tokens} tokens each; {figures.machine()}"
     print(f"{about}\n\n{table(results)}")
-    if options.json is not None:
-        figures.write(
-            options.json,
-            label=options.label,
-            model=model,
-            num_prompts=len(prompts),
-            num_tokens=options.tokens,
-            results=[asdict(result) for result in results],
-        )
     return 0 if all(result.is_sound for result in results) else 1
 
 
