@@ -89,8 +89,8 @@ def test_noise_is_that_of_the_reference_to_the_last_bits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype, config: ChoiceConfig) -> None:
-    logits = some_logits(8, vocab).to(dtype)
-    for position in range(3, 6 if ON_GPU else 5):
+    logits = some_logits(8 if ON_GPU else 4, vocab).to(dtype)
+    for position in range(3, 6 if ON_GPU else 4):
         rows = Rows(logits, first_seed=1000 * position, position=position)
         assert torch.equal(rows.choose(config=config), rows.drawn_by_torch())
         rows.thresholds = logits.float().quantile(0.9, dim=1).to(DEVICE) if vocab < 10_000 else None
@@ -107,7 +107,8 @@ def test_extreme_temperatures_draw_what_the_reference_draws(temperature: float) 
 def test_draws_follow_the_weights() -> None:
     num_draws, vocab = (20_000, 700) if ON_GPU else (400, 20)
     row = some_logits(1, vocab, 1.0)
-    drawn = Rows(row.expand(num_draws, -1).contiguous(), temperature=0.7).choose()
+    config = DEFAULT_CONFIG if ON_GPU else SMALL
+    drawn = Rows(row.expand(num_draws, -1).contiguous(), temperature=0.7).choose(config=config)
     assert_drawn_from((row.double() / 0.7).softmax(1).squeeze(0).numpy(), drawn.numpy())
 
 

@@ -1,25 +1,38 @@
 """The sampler's last stages as kernels: in Triton's interpreter without a GPU."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from asyncserve.gpu.batch import SampleRows
 from asyncserve.gpu.sampling.sampler import Sampler
+from asyncserve.gpu.sampling.selection import BLOCK_LEN
 from asyncserve.request import SamplingParams
 from asyncserve.step import BAD_LOGITS, NO_TOKEN
-from tests.gpu.kernels.machine import DEVICE, MARKS
+from tests.gpu.kernels.machine import DEVICE, MARKS, ON_GPU
 from tests.gpu.sampling.rows import CPU, assignment, new_sampler
-from tests.gpu.sampling.test_sampler import KINDS, VOCAB, some_logits
+from tests.gpu.sampling import test_sampler
+from tests.gpu.sampling.test_sampler import some_logits as some_logits_of
 
 pytest.importorskip("triton")
 
 pytestmark = MARKS
 
+VOCAB, TOP_K = (test_sampler.VOCAB, 1000) if ON_GPU else (BLOCK_LEN + 75, 150)
+"""The interpreter sorts in Python, for seconds a row if it is long. Two blocks are the fewest to choose from,
+and a CPU draws from the whole vocabulary where top-k is 128 or more."""
+
+KINDS = [replace(kind, top_k=TOP_K) if kind.top_k > 100 else kind for kind in test_sampler.KINDS]
+
 SLOTS = list(range(len(KINDS)))
 PLAIN = [0, 1, 2, 3, 4, 5]
 """Rows of `KINDS` that nothing changes and that want no log-probabilities."""
+
+
+def some_logits(num_rows: int) -> torch.Tensor:
+    return some_logits_of(num_rows, VOCAB)
 
 
 def sampler_of_kinds(device: torch.device = DEVICE, *, has_kernels: bool = True) -> Sampler:
@@ -119,7 +132,7 @@ def test_a_row_that_is_not_finite_is_reported_and_harms_no_other(bad: float) -> 
     healthy = sample(sampler, logits, SLOTS)
     for broken in (0, 2, 6, 8):
         spoiled = logits.clone()
-        spoiled[broken, 777] = bad
+        spoiled[broken, VOCAB // 3] = bad
         expected = [*healthy[:broken], BAD_LOGITS, *healthy[broken + 1 :]]
         assert sample(sampler, spoiled, SLOTS) == expected
         if broken in PLAIN:
