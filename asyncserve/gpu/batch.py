@@ -9,13 +9,14 @@ sample), `num_slots`, `num_blocks`, `block_len`, `max_blocks` (longest block tab
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.slots import SlotTable
-from asyncserve.gpu.staging import Staging
+from asyncserve.gpu.staging import Int64Array, Staging
 from asyncserve.step import StepPlan
 
 
@@ -103,6 +104,42 @@ class Batch:
         return self.seq_lens.shape[0]
 
 
+class PlanRows(NamedTuple):
+    """A plan's sequences as arrays, in its order.
+
+    Args:
+        slots: `[num_rows]`.
+        starts: `[num_rows]`, first position computed.
+        query_lens: `[num_rows]`, positions computed.
+        seq_lens: `[num_rows]`, tokens of each once the step is done.
+        sample_rows: `[num_samples]`, numbers of the rows that sample.
+        num_decode_rows: How many leading rows compute a single token.
+    """
+
+    slots: Int64Array
+    starts: Int64Array
+    query_lens: Int64Array
+    seq_lens: Int64Array
+    sample_rows: Int64Array
+    num_decode_rows: int
+
+
+def plan_rows(plan: StepPlan) -> PlanRows:
+    """Read the sequences of a plan, at least one."""
+    num_rows = len(plan.sequences)
+    fields = np.fromiter(chain.from_iterable(plan.sequences), np.int64, 4 * num_rows).reshape(num_rows, 4)
+    slots, starts, query_lens, samples = np.ascontiguousarray(fields.T)
+    is_long = query_lens != 1
+    return PlanRows(
+        slots=slots,
+        starts=starts,
+        query_lens=query_lens,
+        seq_lens=starts + query_lens,
+        sample_rows=samples.nonzero()[0],
+        num_decode_rows=int(is_long.argmax()) if is_long.any() else num_rows,
+    )
+
+
 def build_batch(
     plan: StepPlan, slots: SlotTable, block_tables: Sequence[BlockTable], staging: Staging
 ) -> Batch:
@@ -119,21 +156,16 @@ def build_batch(
     Raises:
         InvariantError: A block table does not cover its row.
     """
-    num_rows = len(plan.sequences)
-    fields = np.fromiter(chain.from_iterable(plan.sequences), np.int64, 4 * num_rows).reshape(num_rows, 4)
-    row_slots, starts, query_lens, samples = np.ascontiguousarray(fields.T)
-    seq_lens = starts + query_lens
+    row_slots, starts, query_lens, seq_lens, sample_rows, num_decode_rows = plan_rows(plan)
+    num_rows = len(row_slots)
     query_start = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(query_lens, out=query_start[1:])
     num_tokens = int(query_start[-1])
     if num_tokens == num_rows:
-        num_decode_rows = num_rows
         token_slots, positions = row_slots, starts
     else:
-        num_decode_rows = int((query_lens != 1).argmax())
         token_slots = np.repeat(row_slots, query_lens)
         positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], query_lens)
-    sample_rows = samples.nonzero()[0]
     sample_slots = row_slots[sample_rows]
     uploads = staging.upload(
         [

@@ -7,13 +7,12 @@ step has, so that a CUDA graph can hold it. Knows no model and no sampling param
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from asyncserve.gpu.batch import Batch, Padded, SampleRows, build_batch
+from asyncserve.gpu.batch import Batch, Padded, SampleRows, build_batch, plan_rows
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.device import Device
 from asyncserve.gpu.slots import SlotTable
@@ -136,14 +135,9 @@ class DeviceInputs:
 
     def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
         """Pack the step's row numbers and what the device's block tables lack, and queue the copy."""
-        num_rows = len(plan.sequences)
-        fields = np.fromiter(chain.from_iterable(plan.sequences), np.int64, 4 * num_rows).reshape(num_rows, 4)
-        row_slots, starts, query_lens, samples = np.ascontiguousarray(fields.T)
-        seq_lens = starts + query_lens
-        sample_rows = samples.nonzero()[0]
+        row_slots, _, query_lens, seq_lens, sample_rows, self._num_decode_rows = plan_rows(plan)
         self._row_slots, self._num_samples = row_slots, len(sample_rows)
-        is_long = query_lens != 1
-        self._num_decode_rows = int(is_long.argmax()) if is_long.any() else num_rows
+        num_rows = len(row_slots)
         room = size.num_rows if size is not None else num_rows
         unsent = [table.unsent(row_slots, seq_lens) for table in self._block_tables]
         offsets = self._kernels.field_offsets(room, len(unsent))
