@@ -86,10 +86,10 @@ class ServerConfig:
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
     enforce_eager: bool = False
-    """Launch every step anew instead of replaying CUDA graphs; slower, and less memory."""
+    """Launch every step anew instead of replaying CUDA graphs: slower, less memory. A CPU has none anyway."""
     cudagraph_capture_sizes: tuple[int, ...] = ()
-    """Numbers of sequences for which a decode step is captured as a CUDA graph. Default: 1, 2, 4 and every
-    eighth up to 256, every sixteenth beyond, at most --max-num-seqs."""
+    """Numbers of sequences for which a decode step is captured as a CUDA graph, separated by spaces; what
+    exceeds --max-num-seqs is left out. Default: 1, 2, 4, every eighth up to 256, every sixteenth beyond."""
     num_threads: int | None = None
     """Threads of CPU kernels. Default: the cores this process may use."""
 
@@ -181,6 +181,11 @@ class ServerConfig:
                 raise ConfigError(f"{option.name} is {value!r}; it must be one of {choices}")
             if value == "" or (isinstance(value, tuple) and "" in value):
                 raise ConfigError(f"{option.name} may not be empty")
+            if hints[option.name] is bool and not isinstance(value, bool):
+                raise ConfigError(f"{option.name} is {value!r}; it must be true or false")
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(number, int) and number > _LARGEST for number in numbers):
+                raise ConfigError(f"{option.name} is {value}; a number may be at most {_LARGEST}")
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -189,9 +194,10 @@ class ServerConfig:
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = "" if high == math.inf else f" and at most {high}"
                 raise ConfigError(f"{name} is {value}; it must be at least {low}{upper}")
-        if any(size < 1 for size in self.cudagraph_capture_sizes):
+        sizes = self.cudagraph_capture_sizes
+        if not isinstance(sizes, tuple | list) or any(type(size) is not int or size < 1 for size in sizes):
             raise ConfigError(
-                f"cudagraph_capture_sizes has {min(self.cudagraph_capture_sizes)}; a size must be at least 1"
+                f"cudagraph_capture_sizes is {sizes!r}; it must be a list of whole numbers of at least 1"
             )
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
@@ -280,6 +286,9 @@ class BatchConfig(ServerConfig):
 
 _ORIGIN = re.compile(r"""\*|null|[A-Za-z][A-Za-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[^/\s"'\[\],:]+)(:\d+)?""")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")
+_LARGEST = 2**63 - 1
+"""What JSON and the device count with."""
+
 _RANGES: Mapping[str, tuple[float, float]] = {
     # One token of prompt and one of output.
     "max_model_len": (2, math.inf),

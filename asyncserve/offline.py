@@ -84,7 +84,7 @@ class LLM:
 
     Args:
         model: A Hugging Face folder, a hub id or a `.gguf` file.
-        observer: Told of every step and every end, on the engine's thread; None for nobody.
+        observer: Told of every step and every end, on the engine's thread; must not raise. None for nobody.
         options: Any option of the server that concerns the engine, by its field name
             (`max_model_len=4096`, `dtype="float32"`, …).
 

@@ -199,17 +199,19 @@ def start_runner(
         device_name=opened.name,
     )
     assert info.max_unapplied < RESULT_ROWS, "a step would overwrite tokens that nobody read"
+    graphs = ""
+    if sizes:
+        graphs = f", {len(sizes)} graphs {graph_bytes / _MIB:.0f} MiB"
     memory = opened.memory()
     logger.info(
-        "ready on %s in %.1f s: weights %.0f MiB (%s), activations and rows %s, %d graphs %s, KV cache "
+        "ready on %s in %.1f s: weights %.0f MiB (%s), activations and rows %s%s, KV cache "
         "%.0f MiB (%s) = %d blocks of %d tokens, for sequences of up to %d; %.0f of %.0f MiB free",
         opened.name,
         time.perf_counter() - began_s,
         weights_bytes / _MIB,
         dtype,
         f"{activation_bytes / _MIB:.0f} MiB" if activation_bytes else "not measured",
-        len(sizes),
-        f"{graph_bytes / _MIB:.0f} MiB" if graph_bytes else "not measured",
+        graphs,
         num_blocks * _bytes_per_block(groups) / _MIB,
         reason,
         num_blocks - 1,
