@@ -194,7 +194,7 @@ class ServerConfig:
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = "" if high == math.inf else f" and at most {high}"
                 raise ConfigError(f"{name} is {value}; it must be at least {low}{upper}")
-        sizes = self.cudagraph_capture_sizes
+        sizes: object = self.cudagraph_capture_sizes  # `LLM` passes what it was given
         if not isinstance(sizes, tuple | list) or any(type(size) is not int or size < 1 for size in sizes):
             raise ConfigError(
                 f"cudagraph_capture_sizes is {sizes!r}; it must be a list of whole numbers of at least 1"

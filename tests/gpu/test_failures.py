@@ -86,22 +86,23 @@ def test_a_step_that_raises_leaves_later_steps_of_others_right(
 def test_a_row_of_nan_is_told_and_harms_neither_its_batch_nor_the_next_owner_of_its_blocks(
     subject: Subject,
 ) -> None:
+    num_tokens = 2 if subject.is_slow else NUM_TOKENS
     runner, info, _ = start_subject(subject, num_blocks=14, change=poison)
     driver = PlanDriver(runner, info)
     culprit = driver.admit(POISONED)
     others = [driver.admit(prompt) for prompt in (PROMPTS[0], PROMPTS[3])]
     outputs = [driver.step({culprit: 5, others[0]: 3, others[1]: 4}).token_ids]
-    outputs += [driver.step(dict.fromkeys([culprit, *others], 1)).token_ids for _ in range(NUM_TOKENS - 1)]
+    outputs += [driver.step(dict.fromkeys([culprit, *others], 1)).token_ids for _ in range(num_tokens - 1)]
     tokens = [list(row) for row in zip(*outputs, strict=True)]
     assert tokens == [
-        [BAD_LOGITS] * NUM_TOKENS,
-        expected(subject, PROMPTS[0], NUM_TOKENS),
-        expected(subject, PROMPTS[3], NUM_TOKENS),
+        [BAD_LOGITS] * num_tokens,
+        expected(subject, PROMPTS[0], num_tokens),
+        expected(subject, PROMPTS[3], num_tokens),
     ]
     driver.release(culprit)
     # Its blocks, NaN in every position that was written, are the first to be handed out again.
     heir = driver.admit(PROMPTS[2])
-    assert driver.generate([heir], NUM_TOKENS)[0] == expected(subject, PROMPTS[2], NUM_TOKENS)
+    assert driver.generate([heir], num_tokens)[0] == expected(subject, PROMPTS[2], num_tokens)
 
 
 @each_quick_subject
@@ -183,10 +184,12 @@ async def engine_of(subject: Subject, *, captures: bool = True) -> AsyncIterator
         await engine.stop()
 
 
-def ask(engine: Engine, prompt: Sequence[int], request_id: str) -> RecordingSink:
+def ask(
+    engine: Engine, prompt: Sequence[int], request_id: str, num_tokens: int = NUM_TOKENS
+) -> RecordingSink:
     """Submit a greedy request and return its sink."""
     sink = RecordingSink()
-    asked = request(TokensPrompt(token_ids=prompt), request_id, max_tokens=NUM_TOKENS, temperature=0.0)
+    asked = request(TokensPrompt(token_ids=prompt), request_id, max_tokens=num_tokens, temperature=0.0)
     engine.submit(asked, sink)
     return sink
 
@@ -219,16 +222,18 @@ def test_an_engine_serves_on_after_a_step_without_memory_and_rows_of_nan(subject
 def test_answers_are_the_same_before_while_and_after_graphs_are_captured_in_idle_time(
     subject: Subject, caplog: pytest.LogCaptureFixture
 ) -> None:
+    num_tokens = 2 if subject.is_slow else NUM_TOKENS
+
     async def run() -> list[list[int]]:
         answers: list[list[int]] = []
         async with engine_of(subject, captures=False) as engine:
             num_after = 2
             while num_after:
                 num_after -= engine.statistics().graphs_pending == 0
-                sink = await ask(engine, PROMPTS[2], f"request {len(answers)}").wait()
+                sink = await ask(engine, PROMPTS[2], f"request {len(answers)}", num_tokens).wait()
                 answers.append(list(sink.choice().token_ids))
         return answers
 
     answers = asyncio.run(run())
-    assert answers == [expected(subject, PROMPTS[2], NUM_TOKENS)] * len(answers)
+    assert answers == [expected(subject, PROMPTS[2], num_tokens)] * len(answers)
     assert not [record for record in caplog.records if "no CUDA graph" in record.message]

@@ -174,9 +174,9 @@ def test_a_step_in_a_graph_is_the_step_launched_one_by_one(subject: Subject) -> 
     for captures in (True, False):
         driver = drive(subject, captures=captures)
         slots = [driver.admit(PROMPTS[0])]
-        slots += [driver.admit(PROMPTS[2], temperature=1.0, seed=4, top_p=0.9)]
+        slots += [driver.admit(PROMPTS[2], temperature=1.0, seed=4, top_p=0.9, top_k=5)]
         slots += [driver.admit(PROMPTS[3], temperature=1.2, seed=5, frequency_penalty=0.5, num_logprobs=1)]
-        answers.append(driver.generate(slots, 6))
+        answers.append(driver.generate(slots, 3 if subject.is_slow else 6))
     assert answers[0] == answers[1]
 
 
@@ -215,7 +215,9 @@ def test_a_capture_that_fails_leaves_steps_to_run_without_it(
     assert [record for record in caplog.records if "no CUDA graph" in record.message]
     driver = PlanDriver(runner, info)
     slots = [driver.admit(prompt) for prompt in PROMPTS]
-    assert driver.generate(slots, 4) == [expected(subject, prompt, 4) for prompt in PROMPTS]
+    num_tokens = 2 if subject.is_slow else 4
+    tokens = driver.generate(slots, num_tokens)
+    assert tokens == [expected(subject, prompt, num_tokens) for prompt in PROMPTS]
 
 
 @on_a_gpu

@@ -57,6 +57,11 @@ class Subject:
     architecture: str
     graphs: tuple[StepSize, ...] = ()
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether a step takes a good part of a second, so that tests take few."""
+        return self.kind == "interpreted"
+
     def __str__(self) -> str:
         sizes = ["mixed" if size == MIXED_GRAPH else "decode" for size in self.graphs]
         return " ".join((self.kind, self.architecture, *dict.fromkeys(sizes), *(["graphs"] if sizes else [])))

@@ -29,7 +29,12 @@ WAYS = {
     "long products": SmallLinearConfig(rows=2, tile_len=32, num_warps=2, num_stages=3, has_products=True),
 }
 TOKENS = [1, 2, 8, 13, 16]
+TOKENS_AND_BIAS = [(1, False), (5, True)]
+OUT = 19
+"""Rows of a weight that fill no tile."""
 if ON_GPU:
+    TOKENS_AND_BIAS += [(1, True), (5, False)]
+    OUT = 40
     SHAPES += [(576, 960), (1024, 4096), (2048, 1024), (3072, 1024), (4096, 6144), (8960, 1536)]
     ASKED = SmallLinearConfig(rows=16, tile_len=512, num_warps=8, num_stages=3, prefetch_len=64)
     WAYS |= {"asked for ahead": ASKED, "few asked for": dataclasses.replace(ASKED, rows=2)}
@@ -68,7 +73,7 @@ def test_it_multiplies_every_token_by_every_row(
 def test_the_input_is_normalized_and_rounded_first(num_tokens: int, way: str, dtype: torch.dtype) -> None:
     if not takes(num_tokens, 64, dtype) or (dtype == torch.float32 and "products" in way):
         pytest.skip("not served")
-    x, weight = random(num_tokens, 96, dtype=dtype, scale=3.0), random(40, 96, dtype=dtype, seed=1)
+    x, weight = random(num_tokens, 96, dtype=dtype, scale=3.0), random(OUT, 96, dtype=dtype, seed=1)
     gain = random(96, dtype=dtype, seed=2)
     result = small_linear(x, weight, norm_weight=gain, eps=1e-2, config=WAYS[way])
     normed = F.rms_norm(x.double(), (96,), gain.double(), 1e-2)
@@ -79,16 +84,15 @@ def test_the_input_is_normalized_and_rounded_first(num_tokens: int, way: str, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_tokens", [1, 5])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_tokens", "has_bias"), TOKENS_AND_BIAS)
 def test_the_product_and_its_bias_are_added_to_the_residual_in_place(
     has_bias: bool, num_tokens: int, way: str, dtype: torch.dtype
 ) -> None:
     if not takes(num_tokens, 64, dtype) or (dtype == torch.float32 and "products" in way):
         pytest.skip("not served")
-    x, weight = random(num_tokens, 96, dtype=dtype), random(40, 96, dtype=dtype, seed=1)
-    bias = random(40, dtype=dtype, seed=2, scale=9.0) if has_bias else None
-    residual = random(num_tokens, 40, dtype=dtype, seed=3, scale=4.0)
+    x, weight = random(num_tokens, 96, dtype=dtype), random(OUT, 96, dtype=dtype, seed=1)
+    bias = random(OUT, dtype=dtype, seed=2, scale=9.0) if has_bias else None
+    residual = random(num_tokens, OUT, dtype=dtype, seed=3, scale=4.0)
     product = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
     expected = residual.double() + product
     assert small_linear(x, weight, bias=bias, residual=residual, config=WAYS[way]) is residual
@@ -98,8 +102,7 @@ def test_the_product_and_its_bias_are_added_to_the_residual_in_place(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_tokens", [1, 5])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_tokens", "has_bias"), TOKENS_AND_BIAS)
 def test_a_gate_multiplies_silu_of_the_first_rows_with_the_others(
     has_bias: bool, num_tokens: int, way: str, dtype: torch.dtype
 ) -> None:
