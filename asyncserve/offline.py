@@ -6,12 +6,12 @@ Takes prompts and sampling parameters, gives `Completion`s in the order of the p
 
 import asyncio
 import atexit
+import operator
 import threading
 import time
 from array import array
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -139,8 +139,9 @@ class LLM:
         Raises:
             RequestError: A prompt or parameter is bad; the others are aborted.
         """
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        given: list[Any] = [prompts] if is_one else list(prompts)
+        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if given and _is_token_id(given[0]):
+            given = [prompts]
         built = [_as_prompt(prompt) for prompt in given]
         return self._complete(given, built, sampling, truncate_prompt_tokens, progress=progress)
 
@@ -268,10 +269,28 @@ def _as_prompt(prompt: Any) -> Prompt:
         return TextPrompt(text=prompt)
     if type(prompt) is list and set(map(type, prompt)) == {int}:
         return TokensPrompt(token_ids=prompt)  # the usual case, twenty times as quick
-    if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | Mapping):
-        # Any kind of array will do; its elements become plain numbers.
-        return TokensPrompt(token_ids=[int(i) if isinstance(i, Integral) else i for i in prompt])
-    raise InvalidRequest(f"a prompt is text or a list of token ids, not {prompt!r}", param="prompts")
+    if isinstance(prompt, bytes | Mapping) or not (isinstance(prompt, Sequence) or _is_array(prompt)):
+        raise InvalidRequest(f"a prompt is text or a list of token ids, not {prompt!r}", param="prompts")
+    for token_id in prompt:
+        if not _is_token_id(token_id):
+            raise InvalidRequest(f"a token id is a whole number, not {token_id!r}", param="prompts")
+    return TokensPrompt(token_ids=list(map(operator.index, prompt)))
+
+
+def _is_array(prompt: Any) -> bool:
+    """Whether it is one row of numbers, numpy's or torch's."""
+    return getattr(prompt, "ndim", None) == 1
+
+
+def _is_token_id(element: Any) -> bool:
+    """Whether it is a whole number of any library's; a truth value is none."""
+    if isinstance(element, bool) or getattr(element, "ndim", 0) != 0:
+        return False
+    try:
+        operator.index(element)
+    except TypeError:
+        return False
+    return True
 
 
 class _CollectingSink:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from asyncserve import LLM, SamplingParams
 from asyncserve.errors import ConfigError, EngineStopped, InvalidRequest, PromptTooLong
@@ -54,7 +55,7 @@ def test_each_prompt_can_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(["x", "y"], params[:1], progress=False)
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array])
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
 def test_token_ids_are_taken_in_any_kind_of_array(llm: LLM, kind: type) -> None:
     want = tokens(llm.generate([[5, 6, 7]], GREEDY, progress=False))
     assert tokens(llm.generate(kind([5, 6, 7]), GREEDY, progress=False)) == want
@@ -82,7 +83,9 @@ def test_several_outputs_and_logprobs_come_back_by_index(llm: LLM) -> None:
     assert [e.token_id for e in completion.prompt_logprobs] == list(completion.prompt_token_ids[1:])
 
 
-@pytest.mark.parametrize("prompt", [None, 1.5, b"bytes", {"a": 1}, ["words"], [1, None], [10**6]])
+@pytest.mark.parametrize(
+    "prompt", [None, 1.5, b"bytes", {"a": 1}, {1, 2}, ["words"], [1, None], [1, True], [10**6]]
+)
 def test_a_bad_prompt_is_refused_and_harms_nothing(llm: LLM, prompt: object) -> None:
     with pytest.raises(InvalidRequest):
         llm.generate(["good", prompt], GREEDY, progress=False)
