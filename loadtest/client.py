@@ -2,22 +2,24 @@
 
 It shares the machine with the server it measures, so it takes times once per read and looks at an event's
 bytes instead of decoding its JSON; only the few events that are not content (role, usage, error) are
-decoded. Gives one `Record` per request and never raises: what went wrong is in the record. A kept connection
+decoded. In a conversation, answers are decoded when they are complete: the next turn sends them again. Gives
+one `Record` per request and never raises: what went wrong is in the record. A kept connection
 that turns out to be closed is replaced once, and counted. Definitions of the times: `report`.
 """
 
 import asyncio
 import json
 import re
+import socket
 import ssl
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from loadtest.workload import Sample
+from loadtest.workload import Conversation, Sample
 
 # The value after the key is a string that is not empty. A quotation mark inside a JSON string is escaped,
 # so that generated text cannot look like this.
@@ -38,6 +40,7 @@ class Record:
         started_s: When it was sent.
         first_s: When the first event with content came; 0 before.
         last_s: When the last event of the answer (content or finish reason) came.
+        ended_s: When it was over, whatever came of it.
         gaps_s: Between successive events with content.
         num_prompt_tokens: From the server's usage.
         num_output_tokens: From the server's usage; the number of events if it sent none.
@@ -46,11 +49,13 @@ class Record:
         has_usage: Whether it sent one.
         status: HTTP status, 0 if there was no answer.
         error: None if it was answered in full.
+        turn: Its place in a conversation, from 0.
     """
 
     started_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
+    ended_s: float = 0.0
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -59,6 +64,7 @@ class Record:
     has_usage: bool = False
     status: int = 0
     error: str | None = None
+    turn: int = 0
 
     @property
     def has_wrong_length(self) -> bool:
@@ -153,6 +159,31 @@ class Connection(asyncio.Protocol):
             self.is_open = False
             self._transport.abort()
 
+    def send(self, data: bytes) -> None:
+        """Send bytes that are no whole request."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def end_sending(self) -> None:
+        """Tell the server that no more will come, and go on reading."""
+        if self._transport is not None:
+            self._transport.write_eof()
+
+    def pause_reading(self) -> None:
+        """Leave what comes in the kernel's buffers."""
+        if self._transport is not None and self.is_open:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        if self._transport is not None and self.is_open:
+            self._transport.resume_reading()
+
+    def set_socket_option(self, level: int, option: int, value: bytes) -> None:
+        """Set an option of the socket."""
+        if self._transport is not None and self.is_open:
+            self._transport.get_extra_info("socket").setsockopt(level, option, value)
+
     def data_received(self, data: bytes) -> None:
         """Take the next bytes of the answer."""
         now_s = time.perf_counter()
@@ -222,10 +253,16 @@ class Connection(asyncio.Protocol):
 
 
 class StreamReader:
-    """Server-sent events → the times and counts of one `Record`."""
+    """Server-sent events → the times and counts of one `Record`.
 
-    def __init__(self, record: Record) -> None:
+    Args:
+        record: To be filled in.
+        keeps_text: Whether the events are kept, for `text`.
+    """
+
+    def __init__(self, record: Record, *, keeps_text: bool = False) -> None:
         self.record = record
+        self._kept: list[bytes] | None = [] if keeps_text else None
         self.is_done = False
         self.num_content_events = 0
         self._rest = b""
@@ -235,6 +272,14 @@ class StreamReader:
     def is_complete(self) -> bool:
         """Whether the stream came to its end: `[DONE]`, or a finish reason where no `[DONE]` is sent."""
         return self.is_done or (not self._rest.strip() and _HAS_FINISHED.search(self._last_event) is not None)
+
+    def text(self) -> str:
+        """Return what was answered so far; "" if nothing was kept."""
+        pieces = []
+        for event in self._kept or ():
+            choice = json.loads(_data(event))["choices"][0]
+            pieces.append(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+        return "".join(pieces)
 
     def take(self, data: bytes, now_s: float) -> None:
         """Take the next piece of the body, read at `now_s`."""
@@ -253,6 +298,8 @@ class StreamReader:
                 found = _CONTENT_OR_END.search(event, found.end())
             if found is not None:
                 self.num_content_events += 1
+                if self._kept is not None:
+                    self._kept.append(event)
                 if record.first_s:
                     record.gaps_s.append(now_s - record.last_s)
                 else:
@@ -340,14 +387,21 @@ class Client:
                 return connection
         return await self.open()
 
-    async def open(self) -> Connection:
+    async def open(self, via: socket.socket | None = None) -> Connection:
         """Open a connection.
+
+        Args:
+            via: An unconnected socket to use, of IPv4, that does not block.
 
         Raises:
             ConnectionLost: The server cannot be reached.
         """
         loop = asyncio.get_running_loop()
         try:
+            if via is not None:
+                await loop.sock_connect(via, (self._host, self._port))
+                _, connection = await loop.create_connection(Connection, sock=via)
+                return connection
             _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._ssl)
         except OSError as error:
             raise ConnectionLost(
@@ -411,16 +465,51 @@ class Client:
         model = answer.json()["data"][0]
         return model["id"], model.get("max_model_len")
 
+    async def take(self, item: Sample | Conversation) -> list[Record]:
+        """Send a sample or a conversation, and record what comes of each request."""
+        if isinstance(item, Conversation):
+            return await self.converse(item)
+        return [await self.complete(item)]
+
     async def complete(self, sample: Sample) -> Record:
         """Send one sample, streaming, and record what comes."""
+        record, _ = await self._answered(sample, keeps_text=False)
+        return record
+
+    async def converse(self, conversation: Conversation) -> list[Record]:
+        """Send the turns of a conversation, each with all that was said before; record what comes of each.
+
+        After a turn that failed the rest is not sent: there is nothing to go on from. They count as failed.
+        """
+        records: list[Record] = []
+        history = [("system", conversation.system)] if conversation.system else []
+        for number, turn in enumerate(conversation.turns):
+            if records and records[-1].error is not None:
+                now_s = time.perf_counter()
+                record = Record(started_s=now_s, ended_s=now_s, num_asked_tokens=turn.max_tokens)
+                record.error = "not sent, for an earlier turn failed"
+            else:
+                if number and conversation.pauses_s:
+                    await asyncio.sleep(conversation.pauses_s[number - 1])
+                record, text = await self._answered(replace(turn, history=tuple(history)), keeps_text=True)
+                history += [("user", str(turn.prompt)), ("assistant", text)]
+            record.turn = number
+            records.append(record)
+        return records
+
+    async def _answered(self, sample: Sample, *, keeps_text: bool) -> tuple[Record, str]:
         record = Record(num_asked_tokens=sample.max_tokens)
+        reader = StreamReader(record, keeps_text=keeps_text)
         body = self.body(sample)
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self.on_connection(lambda connection: self.stream(connection, body, record))
+                await self.on_connection(lambda connection: self._stream(connection, body, reader))
         except (ConnectionLost, TimeoutError) as error:
             record.error = str(error) or f"no answer within {self.timeout_s:g} s"
-        return record
+        record.ended_s = time.perf_counter()
+        # An answer that never got to be sent began and ended at once.
+        record.started_s = record.started_s or record.ended_s
+        return record, reader.text()
 
     async def stream(self, connection: Connection, body: bytes, record: Record) -> None:
         """Send one streaming request on `connection` and fill in `record`.
@@ -430,7 +519,10 @@ class Client:
         Raises:
             ConnectionLost: The stream broke off.
         """
-        reader = StreamReader(record)
+        await self._stream(connection, body, StreamReader(record))
+
+    async def _stream(self, connection: Connection, body: bytes, reader: StreamReader) -> None:
+        record = reader.record
         record.started_s = record.started_s or time.perf_counter()
         path = "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
         try:
@@ -460,9 +552,10 @@ class Client:
         if self.endpoint == "chat":
             if not isinstance(sample.prompt, str):
                 raise ValueError("chat takes text, not token ids")
-            fields["messages"] = [{"role": "user", "content": sample.prompt}]
+            said = [*sample.history, ("user", sample.prompt)]
+            fields["messages"] = [{"role": role, "content": content} for role, content in said]
         else:
-            fields["prompt"] = sample.prompt
+            fields["prompt"] = _continued(sample) if sample.history else sample.prompt
         return json.dumps(fields | self.extra).encode()
 
     def head(self, method: str, path: str, body: bytes | None = None) -> bytes:
@@ -475,6 +568,14 @@ class Client:
             f"{self._authorization}{length}\r\n"
         )
         return head.encode() + (body or b"")
+
+
+def _continued(sample: Sample) -> str:
+    """Return a conversation as one text, which begins with prompt and answer of the turn before."""
+    text = ""
+    for role, content in (*sample.history, ("user", str(sample.prompt))):
+        text += content if role == "assistant" or not text else f"\n{content}"
+    return text
 
 
 def error_message(body: bytes) -> str:

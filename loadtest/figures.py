@@ -1,11 +1,12 @@
 """Figures that are kept: rows of plain values, and what is said with them of commit, machine and versions.
 
-Used by all programs that measure on a GPU. Brings no torch on import: whoever only wants versions should not
-wait for it.
+Used by the load test and by all programs that measure on a GPU. Brings no torch on import: whoever only wants
+versions should not wait for it.
 """
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -21,6 +22,22 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of what matters below it, as far as they are installed."""
     names = ("torch", "triton", "transformers", "tokenizers", "uvloop")
     return {"python": platform.python_version()} | {name: _version(name) or "none" for name in names}
+
+
+def host() -> dict[str, str | int | None]:
+    """Return what the machine is, as far as it tells: processor, cores for this process, memory, kernel."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        told = ""
+    names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_mib": memory_bytes // 2**20,
+        "system": f"{platform.system()} {platform.release()}",
+    }
 
 
 def machine() -> dict[str, str | None]:

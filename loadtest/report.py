@@ -7,7 +7,9 @@ Takes `Record`s, gives a `Report`. Definitions, per request that was answered in
 * TPOT, time per output token: (E2EL - TTFT) / (output tokens - 1), for outputs of two tokens and more.
 * ITL, inter-token latency: the gaps between successive events with content, of all requests together. An
   event may carry several tokens and a read several events, hence TPOT is the figure to compare.
-* Goodput: requests per second that keep every limit given.
+* Goodput: requests per second that keep every limit given; the share is of all requests, failed ones
+  included.
+* Tokens/s per user: 1000 / the median TPOT in ms, the pace at which one stream is written.
 
 Token counts are the server's own (`usage`). Runs are comparable only where their tokens are equal: an answer
 of another length than was asked for is counted, and so are prompt tokens that the server took from its prefix
@@ -41,19 +43,20 @@ class Distribution:
     mean: float
     median: float
     p90: float
+    p95: float
     p99: float
+    p999: float
     max: float
 
     @staticmethod
     def of(values_ms: Sequence[float]) -> "Distribution":
         """Summarise values in milliseconds."""
         if len(values_ms) == 0:
-            return Distribution(0, math.nan, math.nan, math.nan, math.nan, math.nan)
-        median, p90, p99 = np.percentile(values_ms, [50, 90, 99])
-        mean, largest = np.mean(values_ms), np.max(values_ms)
-        return Distribution(
-            len(values_ms), float(mean), float(median), float(p90), float(p99), float(largest)
-        )
+            none = math.nan
+            return Distribution(0, none, none, none, none, none, none, none)
+        median, p90, p95, p99, p999 = map(float, np.percentile(values_ms, [50, 90, 95, 99, 99.9]))
+        mean, largest = float(np.mean(values_ms)), float(np.max(values_ms))
+        return Distribution(len(values_ms), mean, median, p90, p95, p99, p999, largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,10 @@ class Report:
         request_throughput: Completed requests per second.
         output_throughput: Output tokens per second.
         total_throughput: Prompt and output tokens per second.
+        user_throughput: Output tokens per second of one stream; None where no output has two tokens.
         goodput: Requests per second that kept every limit; None without limits.
+        num_good: Requests that kept every limit; None without limits.
+        good_share: The same as a share of all requests; None without limits.
         latencies: By short name, see `LATENCIES`.
     """
 
@@ -91,7 +97,10 @@ class Report:
     request_throughput: float
     output_throughput: float
     total_throughput: float
+    user_throughput: float | None
     goodput: float | None
+    num_good: int | None
+    good_share: float | None
     latencies: Mapping[str, Distribution]
 
     @property
@@ -135,15 +144,9 @@ def summarize(
     num_output = sum(record.num_output_tokens for record in completed)
     cached = [record.num_cached_tokens for record in completed if record.num_cached_tokens is not None]
     num_cached = sum(cached) if cached else None
-    num_good = (
-        sum(
-            # A single token has no TPOT, hence keeps any limit on it.
-            all(_of_one(record).get(name, 0.0) <= limit for name, limit in limits_ms.items())
-            for record in completed
-        )
-        if limits_ms
-        else None
-    )
+    num_good = sum(keeps(record, limits_ms) for record in records) if limits_ms else None
+    latencies = {name: Distribution.of(values) for name, values in latencies_ms(records).items()}
+    tpot_ms = latencies["tpot"].median
     return Report(
         num_requests=len(records),
         num_completed=len(completed),
@@ -158,9 +161,21 @@ def summarize(
         request_throughput=len(completed) / duration_s,
         output_throughput=num_output / duration_s,
         total_throughput=(num_prompt + num_output) / duration_s,
+        user_throughput=1000 / tpot_ms if tpot_ms > 0 else None,
         goodput=None if num_good is None else num_good / duration_s,
-        latencies={name: Distribution.of(values) for name, values in latencies_ms(records).items()},
+        num_good=num_good,
+        good_share=None if num_good is None or not records else num_good / len(records),
+        latencies=latencies,
     )
+
+
+def keeps(record: Record, limits_ms: Mapping[str, float], *, scale: float = 1.0) -> bool:
+    """Say whether a request was answered in full and kept every limit, each multiplied by `scale`."""
+    if record.error is not None:
+        return False
+    values = _of_one(record)
+    # A single token has no TPOT, hence keeps any limit on it.
+    return all(values.get(name, 0.0) <= limit * scale for name, limit in limits_ms.items())
 
 
 def _of_one(record: Record) -> dict[str, float]:
@@ -183,8 +198,11 @@ def to_table(report: Report) -> str:
         f"throughput    {report.request_throughput:.2f} requests/s, "
         f"{report.output_throughput:.1f} output tok/s, {report.total_throughput:.1f} total tok/s",
     ]
+    if report.user_throughput is not None:
+        lines.append(f"per user      {report.user_throughput:.1f} output tok/s")
     if report.goodput is not None:
-        lines.append(f"goodput       {report.goodput:.2f} requests/s")
+        kept = f"{report.num_good} of {report.num_requests} requests kept every limit"
+        lines.append(f"goodput       {report.goodput:.2f} requests/s: {kept} ({report.good_share or 0:.1%})")
     if report.num_wrong_length:
         lines.append(f"wrong length  {report.num_wrong_length} answers: not as many tokens as were asked for")
     if report.num_without_usage:
@@ -192,9 +210,9 @@ def to_table(report: Report) -> str:
             f"no usage      {report.num_without_usage} answers: tokens counted in events, lengths not checked"
         )
     lines += [f"failed        {count} x {message}" for message, count in sorted(report.failures.items())]
-    lines += ["", f"{'ms':12}{'mean':>10}{'median':>10}{'p90':>10}{'p99':>10}{'max':>10}"]
+    lines += ["", f"{'ms':12}{'mean':>10}{'median':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'max':>10}"]
     for name, values in report.latencies.items():
-        figures = (values.mean, values.median, values.p90, values.p99, values.max)
+        figures = (values.mean, values.median, values.p90, values.p95, values.p99, values.max)
         lines.append(f"{name.upper():12}" + "".join(f"{figure:10.2f}" for figure in figures))
     return "\n".join(lines)
 

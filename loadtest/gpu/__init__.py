@@ -5,6 +5,7 @@ Two model shapes with random weights, through `LLM` and through the server over 
 `aims` (what is wanted), `vocabulary` (a tokenizer made up for a shape), `offline` (measured through `LLM`),
 `step_record` (what the engine told of its steps), `steps` (decode alone, engine driven directly),
 `kernel_times` (where a step's time goes), `online` (measured over HTTP), `server_process` (the server),
-`client_processes` (who asks), `replay_server` (what the clients could take at most), `results` (JSON and
-tables). The programs that measure kernels alone are parts, too; `extent` says how much is measured.
+`results` (JSON and tables). Who asks, and what it could take at most: `loadtest.client_processes` and
+`loadtest.ceiling`. The programs that measure kernels alone are parts, too; `extent` says how much is
+measured.
 """

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loadtest import ceiling, client_processes
 from loadtest.client import Record
+from loadtest.client_processes import ClientProcesses
+from loadtest.cores import split_cores
 from loadtest.figures import Row
-from loadtest.gpu import client_processes, server_process
-from loadtest.gpu.client_processes import ClientProcesses
+from loadtest.gpu import server_process
 from loadtest.gpu.extent import Extent, OnlineLoad
 from loadtest.gpu.offline import engine_options, of_shape
-from loadtest.gpu.server_process import ServerProcess, split_cores
+from loadtest.gpu.server_process import ServerProcess
 from loadtest.model_shapes import Shape
 from loadtest.report import Report, summarize
+from loadtest.sender import Job
 from loadtest.workload import Sample, random_tokens
 
 CEILING = OnlineLoad(concurrency=256, num_requests=1024)
@@ -76,23 +79,18 @@ def measure_clients(extent: Extent) -> Iterator[Row]:
     """What the clients could take at most, with servers that cost nothing in place of the one measured."""
     server_cores, client_cores = split_cores()
     with client_processes.running(extent.num_clients, client_cores) as clients:
-        # Twice: the first time fills caches.
-        _, report = (
-            client_processes.ceiling(
-                clients,
-                num_servers=extent.num_clients,
-                cores=server_cores,
-                concurrency=CEILING.concurrency,
-                num_requests=CEILING.num_requests,
-            )
-            for _ in range(2)
+        found = ceiling.measure(
+            clients,
+            concurrency=CEILING.concurrency,
+            num_requests=CEILING.num_requests,
+            cores=server_cores,
         )
     yield {
         "kind": "clients",
         "num_processes": extent.num_clients,
         "concurrency": CEILING.concurrency,
-        "tps": report.output_throughput,
-        "is_sound": report.is_sound,
+        "tps": found.replayed_tps,
+        "is_sound": found.is_sound,
     }
 
 
@@ -124,11 +122,12 @@ def _load_row(
     runs: list[tuple[Report, Row]] = []
     for turn in range(extent.online_repeats):
         warm_up = _samples(shape, load.concurrency, input_len, WARM_UP_LEN, f"{load} {turn} warm-up")
-        clients.run([server.url], MODEL, warm_up, load.concurrency)
+        clients.run(_job(server, warm_up, load))
         samples = _samples(shape, load.num_requests, input_len, output_len, f"{load} {turn}")
         before = server.metrics()
-        records, duration_s = clients.run([server.url], MODEL, samples, load.concurrency)
-        runs.append((summarize(records, duration_s=duration_s), _counted(before, server.metrics(), records)))
+        sent = clients.run(_job(server, samples, load))
+        report = summarize(sent.records, duration_s=sent.duration_s)
+        runs.append((report, _counted(before, server.metrics(), sent.records)))
     best, counted = max(runs, key=lambda run: run[0].output_throughput)
     return {
         "kind": "online",
@@ -144,6 +143,10 @@ def _load_row(
         "latencies_ms": best.to_json()["latencies"],
         **counted,
     }
+
+
+def _job(server: ServerProcess, samples: Sequence[Sample], load: OnlineLoad) -> Job:
+    return Job(urls=(server.url,), model=MODEL, items=samples, concurrency=load.concurrency)
 
 
 def _samples(shape: Shape, count: int, input_len: int, output_len: int, seed: str) -> list[Sample]:

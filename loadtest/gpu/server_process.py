@@ -5,9 +5,7 @@ Takes a command line, gives a `ServerProcess`: its address, the times of its sta
 whoever measures does nothing else meanwhile.
 """
 
-import contextlib
 import json
-import os
 import re
 import socket
 import subprocess
@@ -20,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from loadtest.cores import on_cores
 
 POLL_S = 0.02
 STOP_LIMIT_S = 20.0
@@ -139,9 +139,11 @@ def samples(page: str) -> Mapping[str, float]:
     return values
 
 
-def command(model: str, options: Mapping[str, Any], *, port: int) -> list[str]:
-    """Return the command line of a server; options by their field names."""
-    parts = [sys.executable, "-m", "asyncserve", model, "--host=127.0.0.1", f"--port={port}"]
+def command(
+    model: str, options: Mapping[str, Any], *, port: int, module: Sequence[str] = ("asyncserve",)
+) -> list[str]:
+    """Return the command line of a server; options by their field names, `module` with what comes first."""
+    parts = [sys.executable, "-m", *module, model, "--host=127.0.0.1", f"--port={port}"]
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -155,52 +157,27 @@ def command(model: str, options: Mapping[str, Any], *, port: int) -> list[str]:
 
 @contextmanager
 def running(
-    model: str, options: Mapping[str, Any], *, cores: Sequence[int], log: Path
+    model: str,
+    options: Mapping[str, Any],
+    *,
+    cores: Sequence[int] | None,
+    log: Path,
+    module: Sequence[str] = ("asyncserve",),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
-    """Run a server for the duration of the block, on the given cores; its log goes to a file."""
+    """Run a server for the duration of the block, on the given cores, or any; its log goes to a file."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
     with log.open("wb") as output, on_cores(cores):
         started_s = time.perf_counter()
         process = subprocess.Popen(
-            command(model, options, port=port), stdout=output, stderr=subprocess.STDOUT
+            command(model, options, port=port, module=module),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
     server = ServerProcess(process, f"http://127.0.0.1:{port}", log, started_s)
     try:
         yield server
     finally:
         server.stop()
-
-
-@contextmanager
-def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """Let what is started in the block run on the given cores only."""
-    before = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):  # a sandbox may not let it
-        os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
-
-
-def split_cores() -> tuple[list[int], list[int]]:
-    """Return the cores of the server and those of the clients: half each, or one and the same.
-
-    Two threads of one core go to the same side.
-    """
-    cores = sorted(os.sched_getaffinity(0), key=lambda core: (_first_sibling(core), core))
-    if len(cores) == 1:
-        return cores, cores
-    half = len(cores) // 2
-    return cores[:half], cores[half:]
-
-
-def _first_sibling(core: int) -> int:
-    try:
-        listed = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return core
-    found = re.match(r"\d+", listed)
-    return core if found is None else int(found[0])

@@ -22,6 +22,7 @@ class ScriptedServer:
         num_missing: How many tokens fewer than asked for are sent.
         events_per_write: How many events go into one write; 0 splits every event in two.
         cut_after: Break the connection after this many content events.
+        tokenizes: Whether there is a /tokenize, which counts words.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ScriptedServer:
         num_missing: int = 0,
         events_per_write: int = 1,
         cut_after: int | None = None,
+        tokenizes: bool = True,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.connections: list[object] = []
@@ -51,12 +53,15 @@ class ScriptedServer:
         self._num_missing = num_missing
         self._events_per_write = events_per_write
         self._cut_after = cut_after
+        self._tokenizes = tokenizes
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["ScriptedServer"]:
         """Listen on a free port for the duration of the block."""
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        if self._tokenizes:
+            app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -70,6 +75,10 @@ class ScriptedServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "scripted", "max_model_len": 256}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        return web.json_response({"count": len(body["prompt"].split())})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -11,7 +12,8 @@ from prometheus_client import CollectorRegistry
 from asyncserve.http.app import build_app, make_runner
 from asyncserve.loop.engine import Engine
 from asyncserve.metrics.collector import EngineCollector
-from asyncserve.metrics.observer import PrometheusObserver, render
+from asyncserve.metrics.exposition import render
+from asyncserve.metrics.observer import PrometheusObserver
 from loadtest.chaos import Chaos, gauges, late_health, main
 from loadtest.client import Client
 from tests.fakes.executor import FakeExecutor, fake_info
@@ -30,7 +32,9 @@ async def running_server(
         observer=PrometheusObserver(registry, model_name="fake"),
     )
     registry.register(EngineCollector(engine.statistics, "fake"))
-    app = build_app(engine, model_names=["fake"], metrics_renderer=lambda: render(registry), access_log=False)
+    app = build_app(
+        engine, model_names=["fake"], metrics_renderer=partial(render, registry), access_log=False
+    )
     damage(app)
     runner = make_runner(app, shutdown_timeout_s=1.0)
     await runner.setup()

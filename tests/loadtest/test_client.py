@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from loadtest.client import Client, Connection, ConnectionLost, Record, StreamReader
-from loadtest.workload import Sample
+from loadtest.workload import Conversation, Sample
 from tests.fakes.openai_server import ScriptedServer
 
 
@@ -306,3 +306,49 @@ def test_chunks_are_joined_wherever_reads_split_them() -> None:
                 if end > start:
                     connection.data_received(answer[start:end])
             assert b"".join(body) == b"hello\r\nworld"
+
+
+async def test_a_turn_sends_again_what_was_said_and_answered_before() -> None:
+    talk = Conversation((Sample("one two", 2), Sample("three", 1), Sample("four", 1)), system="be brief")
+    async with ScriptedServer().running() as server:
+        client = client_of(server, "chat")
+        records = await client.take(talk)
+        client.close()
+    answers = ['a "text": "data: b', 'a "text": "']
+    assert [record.turn for record in records] == [0, 1, 2]
+    assert [record.error for record in records] == [None] * 3
+    assert server.bodies[2]["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one two"},
+        {"role": "assistant", "content": answers[0]},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": answers[1]},
+        {"role": "user", "content": "four"},
+    ]
+    assert [body["max_tokens"] for body in server.bodies] == [2, 1, 1]
+
+
+async def test_without_chat_each_prompt_begins_with_the_prompt_and_the_answer_before() -> None:
+    talk = Conversation((Sample("one", 2), Sample("two", 2), Sample("three", 1)))
+    async with ScriptedServer(events_per_write=0).running() as server:
+        client = client_of(server)
+        await client.take(talk)
+        client.close()
+    first, second, third = (body["prompt"] for body in server.bodies)
+    answer = 'a "text": "data: b'
+    assert (first, second) == ("one", f"one{answer}\ntwo")
+    assert third == f"{second}{answer}\nthree"
+
+
+async def test_after_a_failed_turn_the_rest_is_counted_and_not_sent() -> None:
+    talk = Conversation((Sample("one", 2), Sample("two", 13), Sample("three", 2), Sample("four", 2)))
+    failing = ScriptedServer(failing=lambda body: 500 if body["max_tokens"] == 13 else 0)
+    async with failing.running() as server:
+        client = client_of(server)
+        records = await client.take(talk)
+        client.close()
+    errors = [record.error for record in records]
+    assert errors == [None, "HTTP 500: scripted 500", *["not sent, for an earlier turn failed"] * 2]
+    assert len(server.bodies) == 2
+    assert all(record.started_s <= record.ended_s for record in records)
+    assert records[0].ended_s >= records[0].last_s > 0

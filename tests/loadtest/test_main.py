@@ -1,15 +1,17 @@
-import asyncio
 import json
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from loadtest.__main__ import SCENARIOS, main
+from loadtest import __main__ as program
+from loadtest import results
+from loadtest.options import SCENARIOS
 from tests.fakes.openai_server import ScriptedServer
+from tests.loadtest.on_a_thread import on_a_thread
+from tests.loadtest.records import paced
 
 
 @pytest.fixture
@@ -19,23 +21,9 @@ def server() -> Iterator[ScriptedServer]:
         yield scripted
 
 
-@contextmanager
-def on_a_thread(scripted: ScriptedServer) -> Iterator[ScriptedServer]:
-    loop = asyncio.new_event_loop()
-    listening, stop = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with scripted.running():
-            listening.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    assert listening.wait(5)
-    yield scripted
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(5)
-    loop.close()
+def main(argv: list[str]) -> int:
+    """Run the program without the second that a ceiling takes."""
+    return program.main([*argv, "--no-ceiling"])
 
 
 def test_a_run_prints_a_table_and_writes_its_files(
@@ -81,7 +69,14 @@ def test_every_scenario_of_the_package_can_be_read_and_small_ones_run(
     assert main(["--url", server.url, "--scenario", "smoke"]) == 0
     assert capsys.readouterr().out.count("4 of 4 completed") == 3
     for path in SCENARIOS.glob("*.toml"):
+        # Of a sweep one point is enough.
+        if "[sweep]" in path.read_text():
+            argv = ["sweep", "--points=1", "--requests-per-user=1", "--repeat=1"]
+            argv += ["--url", server.url, "--scenario", str(path)]
+            assert main([*argv, "--num-requests=1", "--input-len=2", "--output-len=2"]) == 0, path
+            continue
         tiny = ["--num-requests=1", "--warmup=0", "--input-len=2", "--output-len=2", "--rate=1000"]
+        tiny += ["--prefix-len=2", "--num-prefixes=1", "--requests-per-prefix=1"]
         assert main(["--url", server.url, "--scenario", str(path), *tiny]) == 0, path
 
 
@@ -194,3 +189,128 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
 def test_an_unknown_scenario_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--scenario", "nope"]) != 0
     assert "smoke" in capsys.readouterr().err
+
+
+def test_rows_are_what_the_schema_says(server: ScriptedServer, tmp_path: Path) -> None:
+    lines, document = tmp_path / "all.jsonl", tmp_path / "run.json"
+    argv = ["--url", server.url, "--num-requests=2", "--output-len=3", "--goodput", "ttft:9000", "--label=x"]
+    assert main([*argv, "--results", str(lines), "--json", str(document), "--api-key", "secret"]) == 0
+    schema = json.loads(results.SCHEMA_FILE.read_text())
+    for path in (lines, document):
+        for row in results.read(path):
+            jsonschema.validate(row, schema)
+            assert (row["good_share"], row["label"], row["command"]) == (1.0, "x", "run")
+            assert row["client"]["ceiling"] is None
+        assert "secret" not in path.read_text()
+
+
+@pytest.mark.slow
+def test_the_ceiling_is_measured_and_printed(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "all.jsonl"
+    argv = ["--url", server.url, "--num-requests=2", "--concurrency=1", "--output-len=3"]
+    assert program.main([*argv, "--results", str(lines)]) == 0
+    assert re.search(r"at most [\d,]+ tok/s at 1 streams", capsys.readouterr().out)
+    (row,) = results.read(lines)
+    most = row["client"]["ceiling"]
+    assert most["tps"] == pytest.approx(most["replayed_tps"] / most["cpu_share"])
+    jsonschema.validate(row, json.loads(results.SCHEMA_FILE.read_text()))
+
+
+@pytest.mark.slow
+def test_several_processes_send_one_load(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--url", server.url, "--num-requests=6", "--output-len=3", "--rate=500", "--client-processes=2"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "6 of 6 completed" in printed
+    assert "2 processes" in printed
+
+
+def test_a_sweep_goes_from_point_to_point_and_writes_a_page(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, page = tmp_path / "all.jsonl", tmp_path / "page.html"
+    argv = ["sweep", "--url", server.url, "--points", "1", "2", "3", "--repeat=2", "--requests-per-user=2"]
+    argv += ["--num-requests=2", "--input-len=2", "--output-len=3", "--gain=0%"]
+    assert main([*argv, "--results", str(lines), "--html", str(page)]) == 0
+    rows = results.read(lines)
+    found = [(row["load"]["concurrency"], row["num_requests"], row["load"]["warmup"]) for row in rows]
+    assert found[:4] == [(1, 2, 1), (1, 2, 1), (2, 4, 2), (2, 4, 2)]
+    assert {row["command"] for row in rows} == {"sweep"}
+    printed = capsys.readouterr().out
+    assert "tok/s per user" in printed
+    assert "yes" in printed.partition("Pareto")[2]
+    assert "Latency by load" in page.read_text()
+    assert program.main(["report", str(lines), "-o", str(tmp_path / "again.html")]) == 0
+    assert "Latency by load" in (tmp_path / "again.html").read_text()
+
+
+def test_a_scenario_may_be_a_sweep_or_a_search(server: ScriptedServer, tmp_path: Path) -> None:
+    tiny = "[defaults]\nnum_requests = 2\ninput_len = 2\noutput_len = 2\nrepeat = 1\n"
+    lines = tmp_path / "all.jsonl"
+    for table in (
+        "[sweep]\nover = 'rate'\npoints = [500]\nseconds = 0.001\n",
+        "[search]\nlast = 500\nfirst = 500\nseconds = 0.001\n",
+    ):
+        scenario = tmp_path / f"{table[1:4]}.toml"
+        scenario.write_text(tiny + table)
+        argv = ["--url", server.url, "--scenario", str(scenario), "--goodput", "ttft:9000"]
+        assert main([*argv, "--results", str(lines)]) == 0
+    rows = results.read(lines)
+    assert [(row["command"], row["load"]["rate"]) for row in rows] == [("sweep", 500), ("search", 500)]
+    scenario.write_text("[search]\nspeed = 1\n")
+    assert main(["--url", server.url, "--scenario", str(scenario), "--goodput", "ttft:1"]) == 2
+
+
+def test_a_search_ends_at_a_rate_and_says_what_it_tried(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["search", "--url", server.url, "--from=200", "--to=400", "--seconds=0.001", "--num-requests=3"]
+    argv += ["--input-len=2", "--output-len=2", "--json", str(tmp_path / "s.json")]
+    assert main([*argv, "--goodput", "e2el:60000"]) == 0
+    assert "greatest rate that keeps the limits for 99.00%: 400.000/s" in capsys.readouterr().out
+    found = json.loads((tmp_path / "s.json").read_text())["search"]
+    assert [one["rate"] for one in found["tried"]] == [200, 400]
+    assert (found["rate"], found["too_great"]) == (400, None)
+    assert main([*argv, "--goodput", "e2el:0.0001", "--num-requests=1"]) == 1
+    assert "no rate down to" in capsys.readouterr().out
+    assert main(argv) == 2
+    assert "--goodput" in capsys.readouterr().err
+
+
+def test_a_comparison_has_an_exit_status_for_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new, page = tmp_path / "old.jsonl", tmp_path / "new.jsonl", tmp_path / "page.html"
+    for path, tpots_ms in ((old, (20, 21)), (new, (30, 31))):
+        for number, tpot_ms in enumerate(tpots_ms):
+            results.append(path, paced(tpot_ms, repeat=number + 1))
+    assert program.main(["compare", str(old), str(new)]) == 0
+    assert "differ beyond noise" in capsys.readouterr().out
+    assert program.main(["compare", str(old), str(new), "--fail-if-slower", "5%", "--html", str(page)]) == 1
+    assert "slower: random 128+128, all at once: TPOT median, ms is worse by 48.8%" in capsys.readouterr().out
+    assert "Compared" in page.read_text()
+    assert program.main(["compare", str(new), str(old), "--fail-if-slower", "5%"]) == 0
+    only = ["--fail-if-slower", "5%", "--metrics", "ttft_median"]
+    assert program.main(["compare", str(old), str(new), *only]) == 0
+    assert program.main(["compare", str(old), str(new), "--metrics", "speed"]) == 2
+    assert program.main(["compare", str(old), str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_data_set_is_counted_by_the_server_and_sent(
+    server: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "talks.json"
+    said = [
+        {"from": who, "value": f"{who} says five words {number}"}
+        for number in range(2)
+        for who in ("human", "gpt")
+    ]
+    path.write_text(json.dumps([{"conversations": said}]))
+    argv = ["--url", server.url, "--dataset-path", str(path), "--num-prompts=2", "--endpoint=chat"]
+    assert main([*argv, "--dataset-name=sharegpt", "--warmup=0"]) == 0
+    assert "1 conversations" in capsys.readouterr().out
+    assert {body["max_tokens"] for body in server.bodies} == {5}
+    server.bodies.clear()
+    assert main([*argv, "--workload=multi-turn", "--warmup=0"]) == 0
+    assert [len(body["messages"]) for body in server.bodies] == [1, 1, 3, 3]
+    assert "4 of 4 completed" in capsys.readouterr().out

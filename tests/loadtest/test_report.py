@@ -1,44 +1,20 @@
 import json
 import math
-from array import array
 from pathlib import Path
 
 import pytest
 
-from loadtest.client import Record
 from loadtest.report import Distribution, latencies_ms, plot, summarize, to_table
-
-
-def record(
-    *,
-    started_s: float = 0.0,
-    ttft_s: float = 0.1,
-    e2el_s: float = 1.1,
-    tokens: int = 11,
-    asked: int | None = None,
-    cached: int | None = None,
-    error: str | None = None,
-) -> Record:
-    return Record(
-        started_s=started_s,
-        first_s=started_s + ttft_s,
-        last_s=started_s + e2el_s,
-        gaps_s=array("d", [(e2el_s - ttft_s) / (tokens - 1)] * (tokens - 1)),
-        num_prompt_tokens=20,
-        num_output_tokens=tokens,
-        num_asked_tokens=tokens if asked is None else asked,
-        num_cached_tokens=cached,
-        has_usage=True,
-        status=200,
-        error=error,
-    )
+from tests.loadtest.records import record
 
 
 def test_percentiles_interpolate_linearly() -> None:
     values = Distribution.of([10.0, 20.0, 30.0, 40.0, 50.0])
     assert (values.count, values.mean, values.median, values.max) == (5, 30.0, 30.0, 50.0)
     assert values.p90 == pytest.approx(46.0)
+    assert values.p95 == pytest.approx(48.0)
     assert values.p99 == pytest.approx(49.6)
+    assert values.p999 == pytest.approx(49.96)
 
 
 def test_no_values_are_no_numbers() -> None:
@@ -104,6 +80,22 @@ def test_goodput_counts_requests_that_keep_every_limit() -> None:
     assert summarize(records, duration_s=2.0, limits_ms={"ttft": 500}).goodput == 1.0
     assert summarize(records, duration_s=2.0, limits_ms={"e2el": 10_000}).goodput == 1.5
     assert summarize(records, duration_s=2.0).goodput is None
+
+
+def test_a_failed_request_keeps_no_limit_and_counts_in_the_share() -> None:
+    records = [record(ttft_s=0.1), record(ttft_s=0.6), record(error="boom"), record(ttft_s=0.2)]
+    report = summarize(records, duration_s=2.0, limits_ms={"ttft": 500})
+    assert (report.num_good, report.good_share, report.goodput) == (2, 0.5, 1.0)
+    assert "2 of 4 requests kept every limit (50.0%)" in to_table(report)
+    assert summarize(records, duration_s=2.0).good_share is None
+
+
+def test_the_speed_of_a_user_is_the_inverse_of_the_median_time_per_token() -> None:
+    records = [record(e2el_s=0.1 + 10 * tpot_s) for tpot_s in (0.02, 0.04, 0.5)]
+    assert summarize(records, duration_s=9.0).user_throughput == pytest.approx(25)
+    single = record(ttft_s=0.1, e2el_s=0.1, tokens=2)
+    single.num_output_tokens = 1
+    assert summarize([single], duration_s=1.0).user_throughput is None
 
 
 def test_a_run_in_which_everything_failed_still_makes_a_report() -> None:

@@ -1,4 +1,6 @@
-from loadtest.workload import FIRST_TOKEN_ID, longest, random_tokens, text
+from collections import Counter
+
+from loadtest.workload import FIRST_TOKEN_ID, longest, multi_turn, random_tokens, text
 
 
 def test_random_prompts_have_the_lengths_asked_for_and_ids_inside_the_vocabulary() -> None:
@@ -51,3 +53,32 @@ def test_all_prompts_share_the_prefix_and_nothing_after_it() -> None:
 
 def test_text_prompts_have_as_many_words_as_asked_for() -> None:
     assert {len(str(sample.prompt).split()) for sample in text(9, input_len=700, output_len=1)} == {700}
+
+
+def test_each_beginning_is_shared_by_as_many_prompts_and_not_in_turn() -> None:
+    ids = random_tokens(12, input_len=4, output_len=1, prefix_len=8, num_prefixes=3)
+    words = text(12, input_len=4, output_len=1, prefix_len=8, num_prefixes=3)
+    for beginnings in (
+        [str(sample.prompt[:8]) for sample in ids],
+        [" ".join(str(sample.prompt).split()[:8]) for sample in words],
+    ):
+        assert sorted(Counter(beginnings).values()) == [4, 4, 4]
+        assert beginnings != beginnings[:3] * 4
+    assert len({sample.prompt for sample in ids}) == len({sample.prompt for sample in words}) == 12
+
+
+def test_conversations_have_turns_pauses_and_a_system_message_that_they_share() -> None:
+    drawn = multi_turn(
+        40, num_turns=4, input_len=6, output_len=8, range_ratio=0.5, prefix_len=5, think_time_s=2.0, seed=3
+    )
+    assert {len(talk.turns) for talk in drawn} == {2, 3, 4, 5, 6}
+    assert {len(talk.pauses_s) == len(talk.turns) - 1 for talk in drawn} == {True}
+    pauses_s = [pause_s for talk in drawn for pause_s in talk.pauses_s]
+    assert 1.0 < sum(pauses_s) / len(pauses_s) < 3.0
+    assert {len(talk.system.split()) for talk in drawn} == {5}
+    assert len({talk.system for talk in drawn}) == 1
+    said = [turn.prompt for talk in drawn for turn in talk.turns]
+    assert len(set(said)) == len(said)
+    others = multi_turn(2, num_turns=2, input_len=6, output_len=8, seed=4)
+    assert (others[0].system, others[0].pauses_s) == ("", ())
+    assert not {turn.prompt for talk in others for turn in talk.turns} & set(said)

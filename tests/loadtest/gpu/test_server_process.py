@@ -1,6 +1,4 @@
-import os
-
-from loadtest.gpu.server_process import command, on_cores, samples, split_cores
+from loadtest.gpu.server_process import command, samples
 
 
 def test_a_metrics_page_is_added_up_by_name() -> None:
@@ -29,17 +27,3 @@ def test_options_are_spelled_as_the_command_line_takes_them() -> None:
         "2",
         "--max-model-len=64",
     ]
-
-
-def test_server_and_clients_share_no_core_where_there_are_two() -> None:
-    server, clients = split_cores()
-    mine = os.sched_getaffinity(0)
-    assert {*server, *clients} == mine
-    assert len(mine) == 1 or not {*server} & {*clients}
-
-
-def test_cores_are_given_back() -> None:
-    before = os.sched_getaffinity(0)
-    with on_cores([min(before)]):
-        pass
-    assert os.sched_getaffinity(0) == before

@@ -22,28 +22,31 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def event(text: str, *, finish_reason: str | None = None) -> bytes:
-    """Return one event of a completion, as a chunk."""
+def event(text: str, *, finish_reason: str | None = None, is_chat: bool = False) -> bytes:
+    """Return one event of a completion or of a chat, as a chunk."""
+    choice: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
     fields = {
         "id": "cmpl-0123456789abcdef0123456789abcdef",
-        "object": "text_completion",
+        "object": "chat.completion.chunk" if is_chat else "text_completion",
         "created": 1_700_000_000,
         "model": "replay",
-        "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}],
+        "choices": [{"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}],
     }
     return _chunk(b"data: %b\n\n" % json.dumps(fields).encode())
 
 
-EVENT = event(" qwrtzps")
+EVENTS = {is_chat: event(" qwrtzps", is_chat=is_chat) for is_chat in (False, True)}
 
 
 class _Stream:
     """One answer that is being written."""
 
-    __slots__ = ("num_left", "num_prompt", "num_tokens", "write")
+    __slots__ = ("event", "is_chat", "num_left", "num_prompt", "num_tokens", "write")
 
-    def __init__(self, write: Any, num_prompt: int, num_tokens: int) -> None:
+    def __init__(self, write: Any, *, is_chat: bool, num_prompt: int, num_tokens: int) -> None:
         self.write = write
+        self.is_chat = is_chat
+        self.event = EVENTS[is_chat]
         self.num_prompt = num_prompt
         self.num_tokens = self.num_left = num_tokens
 
@@ -52,7 +55,7 @@ class _Stream:
         usage = {"prompt_tokens": self.num_prompt, "completion_tokens": self.num_tokens}
         fields = json.dumps({"choices": [], "usage": usage}).encode()
         last = _chunk(b"data: %b\n\ndata: [DONE]\n\n" % fields)
-        return event(" end", finish_reason="length") + last + _chunk(b"")
+        return event(" end", finish_reason="length", is_chat=self.is_chat) + last + _chunk(b"")
 
 
 class _Connection(asyncio.Protocol):
@@ -77,7 +80,12 @@ class _Connection(asyncio.Protocol):
         fields = json.loads(body)
         assert self._transport is not None
         self._transport.write(_HEAD)
-        self._streams.append(_Stream(self._transport.write, len(fields["prompt"]), fields["max_tokens"]))
+        is_chat = "messages" in fields
+        prompt = fields["messages"][0]["content"].split() if is_chat else fields["prompt"]
+        stream = _Stream(
+            self._transport.write, is_chat=is_chat, num_prompt=len(prompt), num_tokens=fields["max_tokens"]
+        )
+        self._streams.append(stream)
         self._wake.set()
 
 
@@ -88,7 +96,7 @@ async def _stream(streams: "deque[_Stream]", wake: asyncio.Event) -> None:
             stream = streams.popleft()
             stream.num_left -= 1
             if stream.num_left:
-                stream.write(EVENT)
+                stream.write(stream.event)
                 streams.append(stream)
             else:
                 stream.write(stream.end())
