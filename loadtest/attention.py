@@ -1,10 +1,12 @@
 """What paged attention costs on a GPU: `python -m loadtest.attention`, run in the repository's root.
 
 In bfloat16, for the heads of two models. Decode: µs of one layer's call, GB/s of K and V that must be read,
-and their share of a copy measured in the same run; rows of equal length, and a mix. Prefill: TFLOP/s of the
-scores and values that causality leaves, beside torch's scaled_dot_product_attention (cuDNN's and flash) on
-the same K and V, contiguous. Times are of calls inside a CUDA graph of many, which take their blocks in turn
-from a pool that exceeds the L2 cache; blocks are shuffled. Results of both are compared, too.
+and their share of a copy measured in the same run; rows of equal length, and a mix. Then all that a layer
+does between its projections (norms of the heads, rotation, the write of K and V, attention), in two launches
+and in the one that decode steps take. Prefill: TFLOP/s of the scores and values that causality leaves, beside
+torch's scaled_dot_product_attention (cuDNN's and flash) on the same K and V, contiguous. Times are of calls
+inside a CUDA graph of many, which take their blocks in turn from a pool that exceeds the L2 cache; blocks are
+shuffled. Results of both are compared, too.
 `--tune` times other ways to cut the work than those chosen, and prints the best first, those chosen marked.
 """
 
@@ -20,6 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from asyncserve.gpu.kernels.paged_decode import (
     DecodeConfig,
+    HeadRotation,
+    Scratch,
     count_splits,
     decode_config,
     new_scratch,
@@ -31,8 +35,9 @@ from asyncserve.gpu.kernels.paged_prefill import (
     prefill_config,
 )
 from asyncserve.gpu.kernels.paging import shared_bytes
+from asyncserve.gpu.kernels.rotary import QKNorm, make_rotation, rotate_and_write
 from loadtest.figures import Row, Rows
-from loadtest.kernel_benchmark import DTYPE, Call, compile_ahead, device_us, kernel_shapes, run_benchmark
+from loadtest.kernel_benchmark import DTYPE, EPS, Call, compile_ahead, device_us, kernel_shapes, run_benchmark
 from loadtest.kernel_benchmark import num_inputs as inputs_beyond_cache
 from loadtest.model_shapes import Shape
 
@@ -120,18 +125,60 @@ class Decode:
         self.num_inputs = num_inputs or inputs_beyond_cache(self.num_bytes)
         self.tables = pool.tables(seq_lens, self.num_inputs)
         self._lens = torch.tensor(seq_lens, dtype=torch.int32, device=pool.device)
-        self.q = torch.randn(len(seq_lens), num_heads, HEAD_DIM, dtype=DTYPE, device=pool.device)
-        self.out = torch.empty_like(self.q)
+        self.qkv = torch.randn(
+            len(seq_lens), num_heads + 2 * NUM_KV_HEADS, HEAD_DIM, dtype=DTYPE, device=pool.device
+        )
+        self.q = self.qkv[:, :num_heads]
+        self.out = torch.empty(self.q.shape, dtype=DTYPE, device=pool.device)
 
-    def call(self, config: DecodeConfig) -> Call:
-        """Return what runs it, with the blocks of a number."""
-        scratch = new_scratch(
+    def _scratch(self, config: DecodeConfig) -> Scratch:
+        return new_scratch(
             num_heads=self.q.shape[1],
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
             config=config,
             device=self._pool.device,
         )
+
+    def projection_calls(self, config: DecodeConfig, *, has_norm: bool) -> tuple[Call, Call]:
+        """Return what does all that a layer does between its projections: in two launches, and in one."""
+        scratch, keys, values = self._scratch(config), self._pool.keys, self._pool.values
+        positions = self._lens.long() - 1
+        frequencies = torch.linspace(0.01, 1, HEAD_DIM // 2, device=self._pool.device)
+        cos, sin = make_rotation(positions, torch.cat((-frequencies, frequencies)), 1.0)
+        weight = torch.ones(HEAD_DIM, dtype=DTYPE, device=self._pool.device)
+        norm = QKNorm(weight, weight, EPS) if has_norm else None
+        last = (positions // BLOCK_LEN)[:, None]
+        slots = [
+            table.gather(1, last)[:, 0].long() * BLOCK_LEN + positions % BLOCK_LEN for table in self.tables
+        ]
+        attend, qkv = self.call(config), self.qkv.flatten(1)
+
+        def compose(number: int) -> None:
+            rotate_and_write(
+                qkv, cos, sin, keys, values, slots[number], num_heads=self.q.shape[1], qk_norm=norm
+            )
+            attend(number)
+
+        def run(number: int) -> None:
+            paged_decode(
+                self.qkv,
+                keys,
+                values,
+                self.tables[number],
+                self._lens,
+                self.out,
+                scale=SCALE,
+                scratch=scratch,
+                config=config,
+                rotation=HeadRotation(cos, sin, slots[number], norm),
+            )
+
+        return compose, run
+
+    def call(self, config: DecodeConfig) -> Call:
+        """Return what runs it, with the blocks of a number."""
+        scratch = self._scratch(config)
 
         def run(number: int) -> None:
             paged_decode(
@@ -242,6 +289,16 @@ def measure(copy: float) -> Rows:
             f"{shape.name:16}{name:>14}{us:9.2f}{gbps:8.0f}{100 * gbps / copy:11.1f}{error:9.4f}", flush=True
         )
         rows.append({"decode": name, "shape": shape.name, "us": us, "gbps": gbps, "share": gbps / copy})
+    print(f"{'between projections':16}{'rows':>11}{'two launches µs':>17}{'one µs':>9}")
+    for shape, batch in itertools.product(shapes, BATCHES):
+        case = Decode(pool, shape.num_heads, [CONTEXTS[0]] * batch)
+        two, one = (
+            device_us(call, case.num_inputs)
+            for call in case.projection_calls(decode, has_norm=shape.has_qk_norm)
+        )
+        name = f"{batch} x {CONTEXTS[0]}"
+        print(f"{shape.name:16}{name:>14}{two:17.2f}{one:9.2f}", flush=True)
+        rows.append({"between": name, "shape": shape.name, "two_launches_us": two, "one_launch_us": one})
     config = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
     print(f"{config}\n{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'error':>9}")
     for shape, (num_rows, num_queries, num_cached) in itertools.product(shapes, PROMPTS):

@@ -78,6 +78,7 @@ class Batch:
         num_decode_rows: How many leading rows compute a single token; of a padded batch the host does not
             know, and it is all of them.
         padded: None if the batch has just the step's rows. Otherwise the two tuples of the host are empty.
+        is_decode: Whether each row is one token, and reads nothing that the step computes of another row.
     """
 
     input_ids: torch.Tensor
@@ -92,6 +93,7 @@ class Batch:
     seq_lens_host: tuple[int, ...]
     num_decode_rows: int
     padded: Padded | None = None
+    is_decode: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +116,7 @@ class PlanRows(NamedTuple):
         seq_lens: `[num_rows]`, tokens of each once the step is done.
         sample_rows: `[num_samples]`, numbers of the rows that sample.
         num_decode_rows: How many leading rows compute a single token.
+        is_decode: As in `Batch`. A sequence that begins may share a block that the same step fills.
     """
 
     slots: Int64Array
@@ -122,6 +125,7 @@ class PlanRows(NamedTuple):
     seq_lens: Int64Array
     sample_rows: Int64Array
     num_decode_rows: int
+    is_decode: bool
 
 
 def plan_rows(plan: StepPlan) -> PlanRows:
@@ -130,13 +134,15 @@ def plan_rows(plan: StepPlan) -> PlanRows:
     fields = np.fromiter(chain.from_iterable(plan.sequences), np.int64, 4 * num_rows).reshape(num_rows, 4)
     slots, starts, query_lens, samples = np.ascontiguousarray(fields.T)
     is_long = query_lens != 1
+    has_long = bool(is_long.any())
     return PlanRows(
         slots=slots,
         starts=starts,
         query_lens=query_lens,
         seq_lens=starts + query_lens,
         sample_rows=samples.nonzero()[0],
-        num_decode_rows=int(is_long.argmax()) if is_long.any() else num_rows,
+        num_decode_rows=int(is_long.argmax()) if has_long else num_rows,
+        is_decode=not has_long and not plan.admitted,
     )
 
 
@@ -156,7 +162,7 @@ def build_batch(
     Raises:
         InvariantError: A block table does not cover its row.
     """
-    row_slots, starts, query_lens, seq_lens, sample_rows, num_decode_rows = plan_rows(plan)
+    row_slots, starts, query_lens, seq_lens, sample_rows, num_decode_rows, is_decode = plan_rows(plan)
     num_rows = len(row_slots)
     query_start = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(query_lens, out=query_start[1:])
@@ -196,4 +202,5 @@ def build_batch(
         query_lens_host=tuple(query_lens.tolist()),
         seq_lens_host=tuple(seq_lens.tolist()),
         num_decode_rows=num_decode_rows,
+        is_decode=is_decode,
     )

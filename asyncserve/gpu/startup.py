@@ -187,7 +187,7 @@ def start_runner(
     model_len = fit_model_len(wanted_len, num_blocks, groups, is_fixed=max_model_len is not None)
     sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
     runner = make_runner(sized, model_len)
-    _warm_up(runner, block_len=block_len, model_len=model_len)
+    _warm_up(runner, block_len=block_len, model_len=model_len, mixes=is_gpu and num_slots > 1)
 
     info = ExecutorInfo(
         num_slots=num_slots,
@@ -471,11 +471,19 @@ def profile(
     return max(0, activation_bytes), max(0, graph_bytes)
 
 
-def _warm_up(runner: ModelRunner, *, block_len: int, model_len: int) -> None:
-    """Run a prefill and a decode step, so that the first request meets warm kernels, and drop the results."""
+def _warm_up(runner: ModelRunner, *, block_len: int, model_len: int, mixes: bool) -> None:
+    """Run a prefill and a decode step, so that the first request meets warm kernels, and drop the results.
+
+    Args:
+        runner: Without sequences.
+        block_len: Of the cache.
+        model_len: Most tokens of a sequence.
+        mixes: Whether to run a step of both kinds, too, for which a GPU has other kernels.
+    """
     prompt_len = max(1, min(2 * block_len, model_len - 1))
-    for row in ((0, prompt_len), (prompt_len - 1, 1)):
-        run_dummy_rows(runner, [row], block_len=block_len, sampling=SamplingParams(temperature=0.0))
+    prefill, decode = (0, prompt_len), (prompt_len - 1, 1)
+    for rows in ([prefill], [decode], *([[decode, prefill]] if mixes else [])):
+        run_dummy_rows(runner, rows, block_len=block_len, sampling=SamplingParams(temperature=0.0))
 
 
 def run_dummy_rows(

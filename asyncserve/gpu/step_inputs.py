@@ -31,7 +31,7 @@ class StepSize:
         num_rows: Sequences.
         num_tokens: Positions computed.
         num_long_rows: Of the rows, those behind the leading ones of one token. 0: each row is one token and
-            samples, so that sampling row i is row i.
+            samples, so that sampling row i is row i, and the batch is `is_decode`.
     """
 
     num_rows: int
@@ -132,10 +132,18 @@ class DeviceInputs:
         self._packed = self._persistent
         self._row_slots: Int64Array = np.empty(0, np.int64)
         self._num_tokens = self._num_samples = self._num_decode_rows = 0
+        self._is_decode = False
 
     def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
         """Pack the step's row numbers and what the device's block tables lack, and queue the copy."""
-        row_slots, _, query_lens, seq_lens, sample_rows, self._num_decode_rows = plan_rows(plan)
+        rows = plan_rows(plan)
+        row_slots, query_lens, seq_lens, sample_rows = (
+            rows.slots,
+            rows.query_lens,
+            rows.seq_lens,
+            rows.sample_rows,
+        )
+        self._num_decode_rows, self._is_decode = rows.num_decode_rows, rows.is_decode
         self._row_slots, self._num_samples = row_slots, len(sample_rows)
         num_rows = len(row_slots)
         room = size.num_rows if size is not None else num_rows
@@ -203,6 +211,7 @@ class DeviceInputs:
             query_lens_host=(),
             seq_lens_host=(),
             num_decode_rows=self._num_decode_rows if size is None else num_rows,
+            is_decode=self._is_decode if size is None else not size.num_long_rows,
             padded=None
             if size is None
             else Padded(num_long_rows=size.num_long_rows, first_long_row=packed[4:5]),

@@ -9,6 +9,7 @@ A suite for a backend is a subclass with two attributes:
 The oracle keeps each sequence's K and V as plain lists of positions and knows no block, batch or chunk.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +17,13 @@ from typing import ClassVar
 import pytest
 import torch
 
-from asyncserve.gpu.attention.interface import AttentionBackend, AttentionLayer, StepAttention
+from asyncserve.gpu.attention.interface import (
+    AttentionBackend,
+    AttentionLayer,
+    Projected,
+    RotatingBackend,
+    StepAttention,
+)
 from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import FullAttention, KVGroup
@@ -116,18 +123,40 @@ class Simulation:
                 window_len=shape.window_len,
             )
             # Slices of a wider tensor, as a fused projection gives them: not contiguous.
-            out = attention.run(
-                layer,
-                q[:, :, layer_id].to(self.device),
-                k[:, :, layer_id].to(self.device),
-                v[:, :, layer_id].to(self.device),
-            )
+            heads = [part[:, :, layer_id].to(self.device) for part in (q, k, v)]
+            out = attention.run(layer, *heads)
             assert out.shape == (num_tokens, shape.num_heads * shape.head_dim)
             assert out.dtype == dtype
             expected = self._oracle(layer, q[:, :, layer_id], rows, starts)
             torch.testing.assert_close(
                 out.cpu().double(), expected, rtol=0, atol=TOLERANCE[shape.dtype], check_dtype=False
             )
+
+            if isinstance(self.backend, RotatingBackend):
+                self._check_projected(layer, torch.cat(heads, 1), out, batch)
+
+    def _check_projected(
+        self, layer: AttentionLayer, heads: torch.Tensor, expected: torch.Tensor, batch: Batch
+    ) -> None:
+        """Hold what the backend makes of projections against `run`; heads that turn by nothing stay."""
+        if any(length != 1 for length in batch.query_lens_host):
+            return
+        batch = dataclasses.replace(batch, is_decode=True)
+        attention = StepAttention(self.backend, batch, self.kv_cache, self.backend.plan(batch, self.kv_cache))
+        _, _, slots = attention.cache_of(layer)
+        block, offset = slots // self.shape.block_len, slots % self.shape.block_len
+        cos = torch.ones(batch.num_rows, 1, layer.head_dim, device=self.device)
+        projected = Projected(heads.flatten(1), cos, torch.zeros_like(cos), None)
+        caches = [tensors[layer.layer_id] for tensors in (self.kv_cache.keys, self.kv_cache.values)]
+        written = [cache.clone() for cache in caches]
+        for cache in caches:
+            cache[block, :, offset] = torch.nan
+        out = attention.run_projected(layer, projected)
+        assert out is not None
+        tolerance = TOLERANCE[self.shape.dtype]
+        torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+        for cache, before in zip(caches, written, strict=True):
+            torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
 
     def batch(self, rows: list[tuple[int, int]], starts: list[int]) -> Batch:
         """Make the step of (sequence, num_tokens) rows that begin at `starts`, with blocks for them."""

@@ -16,7 +16,9 @@ TOKENS = {0: [10, 11, 12, 13, 14, 15], 1: [20, 21, 22], 3: [30, 31, 32, 33, 34, 
 BLOCKS = [{0: (1, 2), 1: (3,), 3: (4, 5, 6)}, {0: (6, 5), 1: (4,), 3: (3, 2, 1)}]
 
 
-def batch_of(rows: list[tuple[int, int, int, bool]], device: Device) -> tuple[Batch, list[int]]:
+def batch_of(
+    rows: list[tuple[int, int, int, bool]], device: Device, *, admits: bool = False
+) -> tuple[Batch, list[int]]:
     staging = Staging(device)
     slots = SlotTable(num_slots=4, max_model_len=16, device=device)
     tables = [
@@ -31,7 +33,8 @@ def batch_of(rows: list[tuple[int, int, int, bool]], device: Device) -> tuple[Ba
         slots.admit([assignment], staging)
         for group_id, table in enumerate(tables):
             table.append(BlockAppend(group_id, slot, BLOCKS[group_id][slot]))
-    plan = StepPlan(step_id=0, sequences=tuple(ScheduledSequence(*row) for row in rows))
+    sequences = tuple(ScheduledSequence(*row) for row in rows)
+    plan = StepPlan(step_id=0, sequences=sequences, admitted=(assignment,) if admits else ())
     batch = build_batch(plan, slots, tables, staging)
     return batch, batch.sample_rows.write_back.tolist()
 
@@ -64,6 +67,17 @@ def test_decode_rows_only(device: Device) -> None:
     assert batch.block_tables[0].tolist() == [[4, 5, 6], [1, 2, 0]]
     assert batch.num_decode_rows == 2
     assert write_back == [3 * 17 + 9, 6]
+
+
+@pytest.mark.parametrize(
+    ("query_len", "admits", "is_decode"), [(1, False, True), (1, True, False), (2, False, False)]
+)
+def test_rows_of_one_token_are_strangers_unless_a_sequence_begins(
+    query_len: int, admits: bool, is_decode: bool
+) -> None:
+    rows = [(3, 8, 1, True), (0, 4, query_len, True)]
+    batch, _ = batch_of(rows, CpuDevice(num_threads=1), admits=admits)
+    assert batch.is_decode is is_decode
 
 
 def test_prefill_rows_only_and_none_samples() -> None:

@@ -180,6 +180,25 @@ def test_a_step_in_a_graph_is_the_step_launched_one_by_one(subject: Subject) -> 
     assert answers[0] == answers[1]
 
 
+@each_subject
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_row_of_one_token_reads_what_another_of_the_same_step_computes(
+    subject: Subject, captures: bool
+) -> None:
+    driver = drive(subject, captures=captures)
+    for cache in caches(driver.runner):
+        cache.fill_(MARK)
+    prompt = PROMPTS[2]
+    first = driver.admit(prompt[:BLOCK_LEN])
+    driver.step({first: BLOCK_LEN - 1})
+    # Its last token fills a block that a sequence admitted now begins with, and that stands before it.
+    second = driver.admit(prompt[: BLOCK_LEN + 1], shares_blocks_of=first, num_shared=1)
+    output = driver.step({second: 1, first: 1})
+    assert list(output.token_ids) == [
+        expected(subject, prompt[:length], 1)[0] for length in (BLOCK_LEN + 1, BLOCK_LEN)
+    ]
+
+
 def run_out_of_memory(device: torch.device) -> None:
     if device.type == "cpu":
         raise torch.OutOfMemoryError("there is no more")

@@ -3,11 +3,12 @@
 A backend attends over everything the sequences have in the paged cache. It is told the step once (`plan`)
 and then called by every layer (`run`), when the step's own K and V are in the cache already. They are written
 before it is called, in one place each: `StepAttention.run` for a layer that hands over rotated heads, the
-layer itself, in the kernel that rotates them, if it calls `StepAttention.attend`.
+layer itself, in the kernel that rotates them, if it calls `StepAttention.attend`. A backend may also take the
+projections of a decode step as they are, and rotate and write them itself (`RotatingBackend`).
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -82,6 +83,44 @@ class AttentionBackend(Protocol):
         """
 
 
+class Projected(NamedTuple):
+    """What an attention layer's projection gives, and what is left to be done to it.
+
+    Args:
+        qkv: `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`: the heads of q, those of k, those of
+            v, neither normalized nor rotated.
+        cos: `[num_tokens, 1, head_dim] float32`.
+        sin: As `cos`, its first half negated.
+        qk_norm: Weights of the norms on each head of q and of k, `[head_dim]` each, and their epsilon; None:
+            there are none.
+    """
+
+    qkv: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None
+
+
+@runtime_checkable
+class RotatingBackend(AttentionBackend, Protocol):
+    """A backend that in decode steps (`Batch.is_decode`) also normalizes, rotates and writes."""
+
+    def run_projected(
+        self, layer: AttentionLayer, projected: Projected, batch: Batch, kv_cache: KVCache
+    ) -> torch.Tensor:
+        """Do all that follows a projection in a decode step; padding (slot -1) is not written.
+
+        Args:
+            layer: The layer that asks.
+            projected: It may be changed.
+            batch: The step.
+            kv_cache: The paged cache of all layers; the step's k and v are written.
+
+        Returns:
+            As `run`.
+        """
+
+
 class LayerCache(NamedTuple):
     """Where one layer's K and V of a step go.
 
@@ -99,7 +138,10 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepAttention:
-    """Attention bound to one step: what a model's layers call, once each, by `run` or by `attend`.
+    """Attention bound to one step: what a model's layers call, once each.
+
+    A layer that has a kernel for rotation offers its projection first (`run_projected`), and rotates and
+    calls `attend` where that is not taken; one without calls `run`.
 
     Args:
         backend: Who attends.
@@ -146,3 +188,10 @@ class StepAttention:
         dtype = self.kv_cache.keys[layer.layer_id].dtype
         k, v = k.to(dtype), v.to(dtype)
         return self.backend.run(layer, q, k, v, self.batch, self.kv_cache, self.planned)
+
+    def run_projected(self, layer: AttentionLayer, projected: Projected) -> torch.Tensor | None:
+        """Do all that follows a projection, if the backend does that in this step; else return None."""
+        backend = self.backend
+        if not self.batch.is_decode or not isinstance(backend, RotatingBackend):
+            return None
+        return backend.run_projected(layer, projected, self.batch, self.kv_cache)

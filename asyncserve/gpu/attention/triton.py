@@ -1,20 +1,22 @@
 """Paged attention by the Triton kernels: one launch for the rows of one token, one for those of several.
 
 The first go to `kernels/paged_decode.py`, the others to `kernels/paged_prefill.py`; both read everything, the
-step's own K and V included, from the cache. Lengths, tables and where rows begin are read on the device. What
-is launched follows from shapes and, unless the batch is padded, from how many rows lead with one token; the
-host waits for nothing, so a CUDA graph can hold it. Needs a CUDA device; in Triton's interpreter, which is
-for tests, it takes tensors of a CPU.
+step's own K and V included, from the cache. In a decode step the first takes the projections, and rotates and
+writes them, too. Lengths, tables and where rows begin are read on the device. What is launched follows from
+shapes and, unless the batch is padded, from how many rows lead with one token; the host waits for nothing, so
+a CUDA graph can hold it. Needs a CUDA device; in Triton's interpreter, which is for tests, it takes tensors
+of a CPU.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from asyncserve.gpu.attention.interface import AttentionLayer
+from asyncserve.gpu.attention.interface import AttentionLayer, Projected
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kernels.paged_decode import (
     DecodeConfig,
+    HeadRotation,
     Scratch,
     decode_config,
     new_scratch,
@@ -22,6 +24,7 @@ from asyncserve.gpu.kernels.paged_decode import (
 )
 from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config
 from asyncserve.gpu.kernels.paging import IS_INTERPRETED, shared_bytes
+from asyncserve.gpu.kernels.rotary import QKNorm
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import KVSpec
 
@@ -167,6 +170,33 @@ class TritonAttention:
                 window_len=layer.window_len,
             )
         return out.view(q.shape[0], -1)
+
+    def run_projected(
+        self, layer: AttentionLayer, projected: Projected, batch: Batch, kv_cache: KVCache
+    ) -> torch.Tensor:
+        """Rotate, write and attend in one launch; as `RotatingBackend.run_projected`."""
+        group_id = kv_cache.group_of_layer[layer.layer_id]
+        keys, values = kv_cache.keys[layer.layer_id], kv_cache.values[layer.layer_id]
+        qkv, cos, sin, norm = projected
+        kind = self._kind(layer, qkv, keys)
+        shape = (batch.num_rows, layer.num_heads, layer.head_dim)
+        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+        paged_decode(
+            qkv.view(batch.num_rows, -1, layer.head_dim),
+            keys,
+            values,
+            batch.block_tables[group_id],
+            batch.seq_lens,
+            out,
+            scale=layer.scale,
+            scratch=kind.scratch,
+            config=kind.decode,
+            rotation=HeadRotation(
+                cos, sin, batch.slot_mapping[group_id], None if norm is None else QKNorm(*norm)
+            ),
+            window_len=layer.window_len,
+        )
+        return out.view(batch.num_rows, -1)
 
     def _kind(self, layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor) -> _Kind:
         key = (

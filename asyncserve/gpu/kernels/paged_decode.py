@@ -6,7 +6,11 @@ side of the products; a tile gathers its pages by the block table, so its length
 page's. Splits of a row leave partial results, and the one that comes last joins them; one split alone writes
 the output itself. Launches depend on the number of rows alone, lengths are read on the device and splits
 without positions leave at once, so that a CUDA graph can hold a step.
-Plain torch beside it: `gpu/attention/reference.py`.
+
+It serves heads that are rotated and in the cache, or takes a layer's fused projection and does that, too:
+each program rotates its query heads, and the last split of a row writes the new K, rotated, and the new V,
+and attends to both from its registers. Nothing is read of the cache that the launch itself writes.
+Plain torch beside it: `gpu/attention/reference.py`, and for the rotation `gpu/layers/rotary.py`.
 """
 
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ import triton.language as tl
 
 from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
 from asyncserve.gpu.kernels.paging import LOG2_E, load_blocks, load_tile, product_dtype, softcapped
+from asyncserve.gpu.kernels.rotary import QKNorm, rotated_heads
 
 _MOST_JOINED = 8 * 1024
 _MOST_JOINED_PER_WARP = 4 * 1024
@@ -43,6 +48,22 @@ class DecodeConfig:
     num_stages: int
     num_programs: int
     most_splits: int = 32
+
+
+class HeadRotation(NamedTuple):
+    """What is to be done to a projection's heads before attention, and where its K and V go.
+
+    Args:
+        cos: `[num_tokens, 1, head_dim] float32`, contiguous.
+        sin: As `cos`, its first half negated.
+        slot_mapping: `[num_tokens] int64`, `block_id * block_len + offset`, or -1: not written to the cache.
+        qk_norm: None: the heads are not normalized.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slot_mapping: torch.Tensor
+    qk_norm: QKNorm | None
 
 
 class Scratch(NamedTuple):
@@ -108,6 +129,7 @@ def paged_decode(
     config: DecodeConfig,
     num_rows: int | None = None,
     query_start: torch.Tensor | None = None,
+    rotation: HeadRotation | None = None,
     window_len: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -115,7 +137,9 @@ def paged_decode(
     """Attend with one query token a row.
 
     Args:
-        q: `[num_tokens, num_heads, head_dim]`; tokens and heads at any distance, elements side by side.
+        q: `[num_tokens, num_heads, head_dim]`; tokens and heads at any distance, elements side by side. With
+            `rotation` it is the projection, `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`: the heads
+            of q, those of k, those of v, side by side. It is not changed.
         keys: `[num_blocks, num_kv_heads, block_len, head_dim]`, contiguous.
         values: As `keys`.
         block_table: `[≥ num_rows, max_blocks] int32`, rows at any distance.
@@ -127,15 +151,18 @@ def paged_decode(
         num_rows: How many to serve; None for as many as `q` has tokens.
         query_start: `[≥ num_rows + 1] int32`, where each row's tokens begin; rows that do not have exactly
             one are left alone. None: token i is the one of row i.
+        rotation: Normalize and rotate q and k, and write k and v at their slot, which is the row's last
+            position; no row may read what another one writes. None: that is done.
         window_len: Positions a query sees, itself included; None for all.
         softcap: A score s becomes softcap * tanh(s / softcap); None leaves it.
         sinks: `[num_heads] float32`, a score of each head that takes probability and gives no value.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_rows = num_tokens if num_rows is None else num_rows
+    num_heads, head_dim = out.shape[1:]
+    num_rows = q.shape[0] if num_rows is None else num_rows
     num_kv_heads, block_len = keys.shape[1:3]
     group_len = num_heads // num_kv_heads
     num_splits = count_splits(num_rows, num_kv_heads, config)
+    norm = None if rotation is None else rotation.qk_norm
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     joined_heads = triton.next_power_of_2(group_len)
     most_joined = min(_MOST_JOINED, _MOST_JOINED_PER_WARP * config.num_warps)
@@ -150,6 +177,8 @@ def paged_decode(
         out,
         *scratch,
         sinks,
+        *((None, None, None) if rotation is None else rotation[:3]),
+        *((None, None, 0.0) if norm is None else norm),
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,
         q.stride(0),
@@ -165,6 +194,8 @@ def paged_decode(
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         HAS_QUERY_START=query_start is not None,
+        ROTATES=rotation is not None,
+        HAS_NORM=norm is not None,
         PADDED_GROUP=max(16, joined_heads),
         PADDED_DIM=padded_dim,
         TILE_LEN=config.tile_len,
@@ -193,6 +224,12 @@ def _decode_kernel(
     logsumexp_ptr: tl.tensor,
     arrived_ptr: tl.tensor,
     sink_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    eps: tl.tensor,
     scale_log2: tl.tensor,
     softcap_log2: tl.tensor,
     q_token_stride: tl.tensor,
@@ -208,6 +245,8 @@ def _decode_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_QUERY_START: tl.constexpr,
+    ROTATES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TILE_LEN: tl.constexpr,
@@ -216,21 +255,28 @@ def _decode_kernel(
     JOIN_LEN: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
+    HALF: tl.constexpr = HEAD_DIM // 2
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     tile = tl.arange(0, TILE_LEN)
     step = num_splits * TILE_LEN
+    elements = tl.arange(0, PADDED_DIM)
 
-    wait_for_previous(USE_PDL)
-    let_next_begin(USE_PDL)
+    # Lengths, tables and angles are the step's: the kernel launched just before writes none of them.
     seq_len = tl.load(seq_lens_ptr + row)
     token = row
     is_idle = False
     if HAS_QUERY_START:
         token = tl.load(query_start_ptr + row).to(tl.int64)
         is_idle = tl.load(query_start_ptr + row + 1) - token != 1
+    # What is read of the cache.
     begin = seq_len * 0
+    end = seq_len
+    if ROTATES:
+        end = seq_len - 1
+        if WINDOW_LEN == 1:
+            end = begin
     if WINDOW_LEN > 0:
         # Rounded down to a tile, so the tiles of a row lie on its pages.
         begin = tl.maximum(seq_len - WINDOW_LEN, 0) // TILE_LEN * TILE_LEN
@@ -238,11 +284,35 @@ def _decode_kernel(
     else:
         # Does not wait for the length; behind the end a table shows blocks that are not loaded.
         positions = split * TILE_LEN + tile
-    row_table_ptr = table_ptr + row * table_stride
-    blocks = load_blocks(row_table_ptr, positions, last_column, BLOCK_LEN)
-    second_blocks = load_blocks(row_table_ptr, positions + step, last_column, BLOCK_LEN)
+    row_table = table_ptr + row * table_stride
+    blocks = load_blocks(row_table, positions, last_column, BLOCK_LEN)
+    second_blocks = load_blocks(row_table, positions + step, last_column, BLOCK_LEN)
+    # `[JOINED_HEADS, PADDED_DIM]`: cosines and weights take their place beside every head, so that no thread
+    # needs what another one loaded.
+    abreast = tl.arange(0, JOINED_HEADS)[:, None]
+    element = elements[None, :] + abreast * 0
+    swapped = tl.where(element < HALF, element + HALF, element - HALF)
+    exists = element < HEAD_DIM
+    cos = element
+    sin = element
+    slot = token
+    q_gain = element
+    q_swapped_gain = element
+    k_gain = element
+    k_swapped_gain = element
+    if ROTATES:
+        cos = tl.load(cos_ptr + token * HEAD_DIM + element, mask=exists, other=0.0)
+        sin = tl.load(sin_ptr + token * HEAD_DIM + element, mask=exists, other=0.0)
+        slot = tl.load(slots_ptr + token)
+        if HAS_NORM:
+            q_gain = tl.load(q_weight_ptr + element, mask=exists, other=0.0)
+            q_swapped_gain = tl.load(q_weight_ptr + swapped, mask=exists, other=0.0)
+            k_gain = tl.load(k_weight_ptr + element, mask=exists, other=0.0)
+            k_swapped_gain = tl.load(k_weight_ptr + swapped, mask=exists, other=0.0)
+    wait_for_previous(USE_PDL)
+    let_next_begin(USE_PDL)
 
-    num_tiles = tl.cdiv(seq_len - begin, TILE_LEN)
+    num_tiles = tl.cdiv(tl.maximum(end - begin, 0), TILE_LEN)
     # A row of length 0 is one split, too: its zeros are written.
     num_used = tl.maximum(tl.minimum(num_tiles, num_splits), 1)
     if is_idle | (split >= num_used):
@@ -251,11 +321,38 @@ def _decode_kernel(
     in_group = tl.arange(0, PADDED_GROUP)
     is_head = in_group < GROUP_LEN
     heads = kv_head * GROUP_LEN + in_group
-    elements = tl.arange(0, PADDED_DIM)
     is_element = elements < HEAD_DIM
     mask = is_head[:, None] & is_element[None, :]
-    q_at = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride + elements[None, :]
-    q = tl.load(q_at, mask=mask, other=0.0)
+    token_ptr = q_ptr + token * q_token_stride
+    is_last = (split == num_used - 1) & (seq_len > 0)
+    new_v = abreast
+    new_score = abreast
+    if ROTATES:
+        q_at = token_ptr + (kv_head * GROUP_LEN + abreast) * HEAD_DIM
+        k_at = token_ptr + (KV_HEADS * GROUP_LEN + kv_head) * HEAD_DIM
+        v_at = k_at + KV_HEADS * HEAD_DIM
+        is_rotated = exists & (abreast < GROUP_LEN)
+        q = tl.load(q_at + element, mask=is_rotated, other=0.0)
+        q_swapped = tl.load(q_at + swapped, mask=is_rotated, other=0.0)
+        new_k = tl.load(k_at + element, mask=exists, other=0.0)
+        new_k_swapped = tl.load(k_at + swapped, mask=exists, other=0.0)
+        new_v = tl.load(v_at + element, mask=exists, other=0.0).to(value_ptr.dtype.element_ty)
+        q = rotated_heads(q, q_swapped, q_gain, q_swapped_gain, cos, sin, eps, HAS_NORM, HEAD_DIM)
+        new_k = rotated_heads(
+            new_k, new_k_swapped, k_gain, k_swapped_gain, cos, sin, eps, HAS_NORM, HEAD_DIM
+        ).to(key_ptr.dtype.element_ty)
+        new_score = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32), 1)
+        if is_last & (slot >= 0):
+            cell = (slot // BLOCK_LEN * KV_HEADS + kv_head) * BLOCK_LEN + slot % BLOCK_LEN
+            is_first = exists & (abreast == 0)
+            tl.store(key_ptr + cell * HEAD_DIM + element, new_k, mask=is_first)
+            tl.store(value_ptr + cell * HEAD_DIM + element, new_v, mask=is_first)
+        # Heads are repeated until the product has enough rows; of these the first ones count.
+        repeated = tl.broadcast_to(q[None, :, :], (PADDED_GROUP // JOINED_HEADS, JOINED_HEADS, PADDED_DIM))
+        q = tl.reshape(repeated, (PADDED_GROUP, PADDED_DIM))
+    else:
+        q_at = token_ptr + heads[:, None] * q_head_stride + elements[None, :]
+        q = tl.load(q_at, mask=mask, other=0.0)
     highest = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
     total = tl.zeros([PADDED_GROUP], tl.float32)
     if HAS_SINKS:  # noqa: SIM102 - decided at compile time, the other at run time
@@ -266,18 +363,16 @@ def _decode_kernel(
 
     for number in range(tl.cdiv(num_tiles - split, num_splits)):
         k, v = load_tile(
-            key_ptr, value_ptr, blocks, positions, seq_len, kv_head,
+            key_ptr, value_ptr, blocks, positions, end, kv_head,
             KV_HEADS, HEAD_DIM, BLOCK_LEN, PADDED_DIM, True,
         )  # fmt: skip
         # Those of the second tile are known, so that it is loaded right behind the first.
-        blocks = load_blocks(
-            row_table_ptr, positions + step, last_column, BLOCK_LEN, number > 0, second_blocks
-        )
+        blocks = load_blocks(row_table, positions + step, last_column, BLOCK_LEN, number > 0, second_blocks)
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k.to(q.dtype).to(DOT_DTYPE)), input_precision="ieee")
         scores = dots * scale_log2
         if HAS_SOFTCAP:
             scores = softcapped(scores, softcap_log2)
-        is_seen = positions < seq_len
+        is_seen = positions < end
         if WINDOW_LEN > 0:
             is_seen = is_seen & (positions >= seq_len - WINDOW_LEN)
         scores = tl.where(is_seen[None, :], scores, -float("inf"))
@@ -291,6 +386,21 @@ def _decode_kernel(
         weighted = tl.dot(weights, v.to(q.dtype).to(DOT_DTYPE), weighted, input_precision="ieee")
         highest = higher
         positions += step
+
+    if ROTATES:  # noqa: SIM102 - decided at compile time, the other at run time
+        if is_last:
+            scores = tl.broadcast_to(new_score[None, :], (PADDED_GROUP // JOINED_HEADS, JOINED_HEADS))
+            score = tl.reshape(scores, (PADDED_GROUP,)) * scale_log2
+            if HAS_SOFTCAP:
+                score = softcapped(score, softcap_log2)
+            higher = tl.maximum(highest, score)
+            shrink = tl.exp2(highest - higher)
+            weight = tl.exp2(score - higher)
+            total = total * shrink + weight
+            # `[1, PADDED_DIM]`: all its rows are the same.
+            wide_v = tl.max(new_v.to(q.dtype).to(tl.float32), 0)[None, :]
+            weighted = weighted * shrink[:, None] + weight.to(q.dtype).to(tl.float32)[:, None] * wide_v
+            highest = higher
 
     # Nothing was seen only by a row of length 0.
     total = tl.where(total == 0.0, 1.0, total)

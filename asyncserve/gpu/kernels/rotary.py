@@ -119,6 +119,40 @@ def rotate_and_write(
     )
 
 
+@triton.jit
+def rotated_heads(
+    x: tl.tensor,
+    swapped: tl.tensor,
+    gain: tl.tensor,
+    swapped_gain: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    eps: tl.tensor,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Normalize, if asked, and rotate whole heads, rounding as `rotate_and_write` does.
+
+    Args:
+        x: `[num, from HEAD_DIM on]`, zeros behind it.
+        swapped: As `x`, its halves in each other's place.
+        gain: Weights of the norm, broadcast to `x`; anything if there is none.
+        swapped_gain: As `gain`, for `swapped`.
+        cos: Broadcast to `x`.
+        sin: As `cos`, negated in the first half.
+        eps: Of the norm.
+        HAS_NORM: Whether there is one.
+        HEAD_DIM: Elements per head.
+    """
+    wide = x.to(tl.float32)
+    other = swapped.to(tl.float32)
+    if HAS_NORM:
+        inverse = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)[:, None]
+        wide = (wide * inverse * gain.to(tl.float32)).to(x.dtype).to(tl.float32)
+        other = (other * inverse * swapped_gain.to(tl.float32)).to(x.dtype).to(tl.float32)
+    return (wide * cos + other * sin).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["num_angles"])
 def _make_rotation(
     positions_ptr: tl.tensor,

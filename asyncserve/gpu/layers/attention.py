@@ -1,7 +1,8 @@
 """Multi-head attention as a layer: project, normalize (if the model does), rotate, attend, project back.
 
 The attending itself is the backend's. On a GPU one kernel (`gpu/kernels/rotary.py`) normalizes, rotates and
-writes k and v into the cache; elsewhere torch's own kernels do, which are also its reference.
+writes k and v into the cache, or the backend's own where it takes the projection as it is; elsewhere torch's
+own kernels do, which are also their reference.
 """
 
 import functools
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from asyncserve.gpu.attention.interface import AttentionLayer, StepAttention
+from asyncserve.gpu.attention.interface import AttentionLayer, Projected, StepAttention
 from asyncserve.gpu.layers.linear import Linear
 from asyncserve.gpu.layers.norm import RMSNorm, rms_norm, rms_norm_floor, rms_norm_gain
 from asyncserve.gpu.layers.rotary import Rotation, rotate
@@ -74,6 +75,7 @@ class Attention(nn.Module):
         # gain `[num_heads + num_kv_heads, head_dim]` and floor: both norms at once.
         self.qk_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         self.kernel: Callable[..., None] | None = None
+        self.kernel_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
     def finish_loading(self, *, fused: bool = False) -> None:
         """Take the kernel, or put the norms' weights side by side so that one pass serves q and k."""
@@ -85,6 +87,7 @@ class Attention(nn.Module):
             if self.qk_norm_eps is not None:
                 norm = kernels.QKNorm(self.q_norm.weight.data, self.k_norm.weight.data, self.qk_norm_eps)
             self.kernel = functools.partial(kernels.rotate_and_write, num_heads=num_heads, qk_norm=norm)
+            self.kernel_norm = norm
             return
         if self.qk_norm_eps is None:
             return
@@ -107,9 +110,11 @@ class Attention(nn.Module):
         layer = self.layer
         qkv = self.qkv_proj.forward(hidden, norm=norm)
         if self.kernel is not None:
-            self.kernel(qkv, *rotation, *attention.cache_of(layer))
-            heads = qkv.view(-1, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
-            attended = attention.attend(layer, *heads.split_with_sizes(self.q_k_v, 1))
+            attended = attention.run_projected(layer, Projected(qkv, *rotation, self.kernel_norm))
+            if attended is None:
+                self.kernel(qkv, *rotation, *attention.cache_of(layer))
+                heads = qkv.view(-1, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
+                attended = attention.attend(layer, *heads.split_with_sizes(self.q_k_v, 1))
             self.o_proj.forward(attended, residual=hidden)
             return
         qk, v = qkv.split_with_sizes(self.qk_and_v, 1)

@@ -9,11 +9,13 @@ from tests.gpu.kernels.paged_rows import Rows
 pytest.importorskip("triton")
 from asyncserve.gpu.kernels.paged_decode import (
     DecodeConfig,
+    HeadRotation,
     count_splits,
     decode_config,
     new_scratch,
     paged_decode,
 )
+from asyncserve.gpu.kernels.rotary import QKNorm, make_rotation, rotate_and_write
 
 pytestmark = MARKS
 
@@ -256,3 +258,167 @@ def test_a_captured_step_follows_the_lengths_on_the_device(num_splits: int) -> N
     rows.out.fill_(torch.nan)
     graph.replay()
     rows.check()
+
+
+class Projected:
+    """A step of decode rows whose last token is a projection still, and the two kernels that came before.
+
+    Args:
+        rows: What is in their caches at the last position is overwritten; a length of 0 is padding.
+        has_norm: Whether heads are normalized.
+        widen: Elements beside the projection in memory.
+    """
+
+    def __init__(self, rows: Rows, *, has_norm: bool = True, widen: int = 0) -> None:
+        self.rows = rows
+        num_tokens, head_dim = len(rows.seq_lens), rows.head_dim
+        width = (rows.num_heads + 2 * rows.num_kv_heads) * head_dim
+        self.qkv = random(num_tokens, width + 2 * widen, dtype=rows.dtype, seed=11)[:, widen : widen + width]
+        positions = (rows.lens - 1).clamp(min=0).long()
+        frequencies = 100.0 ** (-torch.arange(head_dim // 2, device=DEVICE) * 2 / head_dim)
+        self.rotation = make_rotation(positions, torch.cat((-frequencies, frequencies)), 1.0)
+        block = rows.block_table.gather(1, (positions // rows.block_len)[:, None]).squeeze(1).long()
+        slots = block * rows.block_len + positions % rows.block_len
+        self.slots = torch.where(rows.lens > 0, slots, -1)
+        self.norm: QKNorm | None = None
+        if has_norm:
+            weights = [random(head_dim, dtype=rows.dtype, seed=seed) for seed in (12, 13)]
+            self.norm = QKNorm(weights[0], weights[1], 1e-6)
+        for cache in (rows.keys, rows.values):
+            for slot in self.slots[self.slots >= 0].tolist():
+                cache[slot // rows.block_len, :, slot % rows.block_len] = torch.nan
+
+    def compose(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, and K and V of the cache, as `rotate_and_write` makes them."""
+        qkv, keys, values = self.qkv.clone(), self.rows.keys.clone(), self.rows.values.clone()
+        num_heads = self.rows.num_heads
+        rotate_and_write(
+            qkv, *self.rotation, keys, values, self.slots, num_heads=num_heads, qk_norm=self.norm
+        )
+        return qkv.view(len(qkv), -1, self.rows.head_dim)[:, :num_heads], keys, values
+
+    def run(self, config: DecodeConfig) -> None:
+        rows = self.rows
+        scratch = new_scratch(
+            num_heads=rows.num_heads,
+            num_kv_heads=rows.num_kv_heads,
+            head_dim=rows.head_dim,
+            config=config,
+            device=DEVICE,
+        )
+        paged_decode(
+            self.qkv.view(len(self.qkv), -1, rows.head_dim),
+            rows.keys,
+            rows.values,
+            rows.block_table,
+            rows.lens,
+            rows.out,
+            scale=rows.scale,
+            scratch=scratch,
+            config=config,
+            rotation=HeadRotation(*self.rotation, self.slots, self.norm),
+            window_len=rows.window_len,
+            softcap=rows.softcap,
+            sinks=rows.sinks,
+        )
+
+    def check(self, config: DecodeConfig) -> None:
+        """Run, and hold cache and attention against the composition, the latter in float64."""
+        before = self.qkv.clone()
+        q, keys, values = self.compose()
+        self.run(config)
+        assert torch.equal(self.qkv, before)
+        # A sum in another order may round a value another way, once in a long while.
+        unit = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[self.rows.dtype]
+        torch.testing.assert_close(self.rows.keys, keys, rtol=unit, atol=unit, equal_nan=True)
+        torch.testing.assert_close(self.rows.values, values, rtol=0, atol=0, equal_nan=True)
+        self.rows.q, self.rows.keys, self.rows.values = q, keys, values
+        self.rows.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", SPLITS)
+def test_a_projection_is_rotated_written_and_attended_to(num_splits: int, dtype: torch.dtype) -> None:
+    lengths = LENGTHS if ON_GPU else [1, 2, 16, 17, 18, 70]
+    rows = decode_rows(lengths, dtype=dtype)
+    config = small_config(num_programs=num_programs(rows, num_splits))
+    Projected(rows).check(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_len"),
+    [(1, 1, 8, 16), (2, 1, 80, 16), (7, 1, 32, 5), (34, 2, 12, 1), (4, 2, 128, 32), (2, 2, 256, 16)],
+)
+def test_a_projection_of_any_heads_and_blocks(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_len: int
+) -> None:
+    rows = decode_rows(
+        [1, 6, 33], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_len=block_len
+    )
+    Projected(rows, has_norm=head_dim != 12, widen=head_dim).check(small_config())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window_len", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_projection_sees_its_window(num_splits: int, window_len: int) -> None:
+    rows = decode_rows([1, 2, 17, 18, 34, 70], num_heads=2, num_kv_heads=1, window_len=window_len)
+    Projected(rows).check(small_config(num_programs=num_programs(rows, num_splits)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_projections_scores_are_capped_and_a_sink_takes_its_share(num_splits: int) -> None:
+    sinks = random(4, dtype=torch.float32, seed=5)
+    rows = decode_rows([1, 16, 50], softcap=2.0, sinks=sinks, scale=1.0)
+    config = small_config(num_programs=num_programs(rows, num_splits))
+    Projected(rows, has_norm=False).check(config)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float32])
+def test_a_projection_is_attended_to_as_the_cache_holds_it(cache_dtype: torch.dtype) -> None:
+    dtype = torch.float16 if cache_dtype == torch.float32 else torch.float32
+    rows = decode_rows([3, 50, 1], dtype=dtype, cache_dtype=cache_dtype)
+    step = Projected(rows)
+    q, keys, values = step.compose()
+    step.run(small_config())
+    torch.testing.assert_close(rows.keys, keys, rtol=2**-7, atol=2**-9, equal_nan=True)
+    rows.q, rows.keys, rows.values = q, keys, values
+    rows.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_padding_is_written_nowhere_and_gives_zeros(num_splits: int) -> None:
+    rows = decode_rows([20, 0, 3, 0])
+    step = Projected(rows)
+    step.qkv[1::2] = torch.nan
+    caches = [rows.keys.clone(), rows.values.clone()]
+    step.run(small_config(num_programs=num_programs(rows, num_splits)))
+    assert (rows.out[1::2] == 0).all()
+    assert rows.out[::2].isfinite().all()
+    for before, after in zip(caches, (rows.keys, rows.values), strict=True):
+        written = after.isfinite() & ~before.isfinite()
+        assert int(written.any(-1).any(1).sum()) == 2
+        assert torch.equal(after[~written].nan_to_num(), before[~written].nan_to_num())
+
+
+@pytest.mark.slow
+def test_a_batch_gives_a_projection_what_it_gets_alone() -> None:
+    lengths = [40, 3, 17]
+    together = decode_rows(lengths)
+    together_step = Projected(together)
+    table, qkv = together.block_table, together_step.qkv
+    config = small_config(num_programs=num_programs(together, 2))
+    together_step.run(config)
+    for row, length in enumerate(lengths):
+        alone = decode_rows(lengths)
+        step = Projected(alone)
+        keep = slice(row, row + 1)
+        alone.block_table, alone.lens, alone.out = table[keep], alone.lens[keep], alone.out[keep]
+        step.qkv, step.slots = qkv[keep], step.slots[keep]
+        step.rotation = (step.rotation[0][keep], step.rotation[1][keep])
+        step.run(small_config(num_programs=2 * alone.num_kv_heads))
+        assert torch.equal(alone.out[0], together.out[row]), length

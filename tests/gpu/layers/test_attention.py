@@ -1,5 +1,8 @@
 """The attention layer with the kernel against the layer without: results, and what the cache holds."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from tests.gpu.kernels.machine import DEVICE, MARKS, random
 from tests.gpu.models.paged import no_samples
 
 pytest.importorskip("triton")
+from asyncserve.gpu.attention.triton import TritonAttention
 
 pytestmark = MARKS
 HIDDEN_SIZE, BLOCK_LEN = 24, 4
@@ -74,6 +78,7 @@ def prompts(query_lens: list[int], starts: list[int]) -> Batch:
         query_lens_host=tuple(query_lens),
         seq_lens_host=tuple(seq_lens),
         num_decode_rows=2 if query_lens == [1, 1] else 0,
+        is_decode=query_lens == [1, 1],
     )
 
 
@@ -112,3 +117,41 @@ def test_with_the_kernel_it_gives_and_caches_what_it_does_without(
         ):
             torch.testing.assert_close(fused_one, plain, atol=tolerance, rtol=tolerance)
             assert torch.equal(fused_one == 0, plain == 0)
+
+
+class Counted(TritonAttention):
+    """Counts what it is asked."""
+
+    num_projected = num_run = 0
+
+    def run_projected(self, *arguments: Any) -> torch.Tensor:
+        self.num_projected += 1
+        return super().run_projected(*arguments)
+
+    def run(self, *arguments: Any) -> torch.Tensor:
+        self.num_run += 1
+        return super().run(*arguments)
+
+
+@pytest.mark.parametrize("qk_norm_eps", [None, 1e-6])
+@pytest.mark.parametrize("window_len", [None, 3])
+def test_a_decode_steps_projection_goes_to_a_backend_that_rotates_and_gives_the_same(
+    window_len: int | None, qk_norm_eps: float | None
+) -> None:
+    rotary = Rotary({"rope_theta": 100.0}, head_dim=10)
+    rotary.finish_loading(DEVICE)
+    attend, norm = layer(fused=True, dtype=torch.float32, qk_norm_eps=qk_norm_eps, window_len=window_len)
+    results, caches = [], []
+    for rotates in (False, True):
+        backend, kv_cache = Counted(), cache("float32")
+        for starts, query_lens in (([0, 0], [5, 3]), ([5, 3], [1, 1]), ([6, 4], [1, 1])):
+            batch = prompts(query_lens, starts)
+            batch = replace(batch, is_decode=batch.is_decode and rotates)
+            hidden = random(batch.num_tokens, HIDDEN_SIZE, dtype=torch.float32, seed=sum(starts))
+            attention = StepAttention(backend, batch, kv_cache, backend.plan(batch, kv_cache))
+            attend.forward(hidden, norm, rotary.forward(batch.positions), attention)
+        assert (backend.num_projected, backend.num_run) == ((2, 1) if rotates else (0, 3))
+        results.append(hidden)
+        caches.append((kv_cache.keys[0], kv_cache.values[0]))
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=1e-5)
