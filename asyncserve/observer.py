@@ -4,12 +4,15 @@ Calls come once per request or once per step, never once per token. All run on t
 return at once. Times are monotonic seconds.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asyncserve.request import FinishReason
+from asyncserve.request import FinishReason, Request
 from asyncserve.step import StepOutput, StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -29,6 +32,8 @@ class RequestTimeline:
     max_output_len: int = 0
     prompt_is_counted: bool = False
     """The observer's own mark: a prompt is counted once, with the first token or at the end."""
+    request: Request | None = None
+    """Whose sequence it is."""
 
 
 @dataclass(slots=True)
@@ -48,6 +53,10 @@ class EngineStatistics:
     Args:
         num_running: Sequences that hold a slot.
         num_waiting: Sequences waiting for one (preempted ones included).
+        num_waiting_tokens: Their tokens, estimated where a prompt is not encoded yet.
+        num_paused: Sequences that rest because their client does not read.
+        num_pauses: Times a sequence was paused, so far.
+        num_deadlines_missed: Requests that were ended because their time was over, so far.
         num_blocks: Usable blocks of the pool.
         num_blocks_used: Blocks held by a sequence.
         num_blocks_cached: Free blocks whose content can still be reused.
@@ -57,11 +66,22 @@ class EngineStatistics:
         num_preemptions: So far.
         graphs_pending: CUDA graphs that are to be captured still.
         last_progress_s: When a step was last applied, or when the engine last had nothing to do.
+        num_failed_steps: Steps that raised, so far.
+        num_retried_steps: Steps that computed again what failed ones should have, so far.
+        num_replayed_sequences: Times a sequence was set back to its known tokens, by a failed step or a lost
+            device, so far.
+        num_failed_sequences: Sequences ended because a step of theirs alone failed, so far.
+        num_device_restarts: Times the device was opened anew, so far.
+        device_is_lost: It is being opened anew now.
         channels: Every channel of the pipeline.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_paused: int = 0
+    num_pauses: int = 0
+    num_deadlines_missed: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0
     num_blocks_cached: int = 0
@@ -71,6 +91,12 @@ class EngineStatistics:
     num_preemptions: int = 0
     graphs_pending: int = 0
     last_progress_s: float = 0.0
+    num_failed_steps: int = 0
+    num_retried_steps: int = 0
+    num_replayed_sequences: int = 0
+    num_failed_sequences: int = 0
+    num_device_restarts: int = 0
+    device_is_lost: bool = False
     channels: Sequence[ChannelStatistics] = field(default_factory=tuple)
 
 
@@ -101,6 +127,16 @@ class Observer(Protocol):
     def loop_lag(self, lag_s: float) -> None:
         """Note how late the event loop ran a timer."""
 
+    def stage_ran(self, stage: str, step_id: int, began_s: float, ended_s: float) -> None:
+        """Note that a stage had the event loop for a step's sake, once or a few times per step.
+
+        Args:
+            stage: apply, plan, submit or detokenize.
+            step_id: Of its plan.
+            began_s: When it began.
+            ended_s: When it gave the loop back.
+        """
+
 
 class NullObserver:
     """An observer that takes note of nothing."""
@@ -121,3 +157,86 @@ class NullObserver:
 
     def loop_lag(self, lag_s: float) -> None:
         """Ignore it."""
+
+    def stage_ran(self, stage: str, step_id: int, began_s: float, ended_s: float) -> None:
+        """Ignore it."""
+
+
+class ObserverGroup:
+    """Hands every call to each of several observers, in order.
+
+    One that raises, which it must not, is logged the first time. The engine and the other observers do not
+    feel it, and it is called again the next time.
+
+    Args:
+        observers: Who is told; more may be added.
+    """
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self._observers = tuple(observers)
+        self._reported: set[int] = set()
+
+    def add(self, observer: Observer) -> None:
+        """Tell one more observer from now on."""
+        self._observers = (*self._observers, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Tell an observer nothing more; nothing happens if it is not told now."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
+
+    def step_applied(
+        self, plan: StepPlan, output: StepOutput, inter_token_s: Sequence[float], now_s: float
+    ) -> None:
+        """Hand it on."""
+        for observer in self._observers:
+            try:
+                observer.step_applied(plan, output, inter_token_s, now_s)
+            except Exception:
+                self._note_raised(observer)
+
+    def first_token(self, timeline: RequestTimeline) -> None:
+        """Hand it on."""
+        for observer in self._observers:
+            try:
+                observer.first_token(timeline)
+            except Exception:
+                self._note_raised(observer)
+
+    def request_finished(self, timeline: RequestTimeline, reason: FinishReason) -> None:
+        """Hand it on."""
+        for observer in self._observers:
+            try:
+                observer.request_finished(timeline, reason)
+            except Exception:
+                self._note_raised(observer)
+
+    def request_rejected(self, error: Exception) -> None:
+        """Hand it on."""
+        for observer in self._observers:
+            try:
+                observer.request_rejected(error)
+            except Exception:
+                self._note_raised(observer)
+
+    def loop_lag(self, lag_s: float) -> None:
+        """Hand it on."""
+        for observer in self._observers:
+            try:
+                observer.loop_lag(lag_s)
+            except Exception:
+                self._note_raised(observer)
+
+    def stage_ran(self, stage: str, step_id: int, began_s: float, ended_s: float) -> None:
+        """Hand it on."""
+        for observer in self._observers:
+            try:
+                observer.stage_ran(stage, step_id, began_s, ended_s)
+            except Exception:
+                self._note_raised(observer)
+
+    def _note_raised(self, observer: Observer) -> None:
+        """Log what an observer raised, once: called from its except clause."""
+        if id(observer) in self._reported:
+            return
+        self._reported.add(id(observer))
+        logger.exception("an observer raised; it is told further, and not heard again: %r", observer)

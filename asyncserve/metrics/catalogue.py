@@ -18,6 +18,9 @@ COMMON_LABELS = ("model_name", "engine")
 ENGINE = "0"
 """Value of the label `engine`: there is one in a process."""
 
+LOOP_STAGES = ("apply", "plan", "submit", "detokenize")
+"""What the event loop does for every step."""
+
 
 class MetricKind(enum.Enum):
     """Prometheus' types."""
@@ -32,6 +35,8 @@ class Source(enum.Enum):
 
     OBSERVER = "observer"
     COLLECTOR = "collector"
+    HTTP = "http"
+    TRACING = "tracing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +111,20 @@ def _counter(
     )
 
 
-def _gauge(name: str, unit: str, meaning: str, labels: tuple[str, ...] = ()) -> MetricDefinition:
+def _gauge(
+    name: str,
+    unit: str,
+    meaning: str,
+    labels: tuple[str, ...] = (),
+    *,
+    source: Source = Source.COLLECTOR,
+) -> MetricDefinition:
     return MetricDefinition(
         name=name,
         kind=MetricKind.GAUGE,
         unit=unit,
         meaning=meaning,
-        source=Source.COLLECTOR,
+        source=source,
         labels=labels,
     )
 
@@ -181,6 +193,12 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     # How much there is of it.
     _histogram("request_prompt_tokens", "tokens", "Prompt tokens of a tokenized sequence.", LEN_BUCKETS),
+    _histogram(
+        "request_prefill_kv_computed_tokens",
+        "tokens",
+        "Prompt tokens of a sequence that were computed, not found in the prefix cache.",
+        LEN_BUCKETS,
+    ),
     _histogram("request_generation_tokens", "tokens", "Tokens generated for a sequence.", LEN_BUCKETS),
     _histogram(
         "request_params_max_tokens",
@@ -223,6 +241,28 @@ METRICS: tuple[MetricDefinition, ...] = (
     # The scheduler and the KV cache.
     _gauge("num_requests_running", "sequences", "Sequences that hold a device row."),
     _gauge("num_requests_waiting", "sequences", "Sequences waiting for a device row, preempted ones too."),
+    _gauge(
+        "num_waiting_tokens",
+        "tokens",
+        "Tokens of the waiting sequences, estimated where a prompt is not encoded yet.",
+    ),
+    _gauge(
+        "num_requests_paused",
+        "sequences",
+        "Sequences that hold no device row since their client does not read.",
+    ),
+    _counter(
+        "num_pauses_total",
+        "pauses",
+        "Times a sequence was paused since its client did not read.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "deadlines_missed_total",
+        "requests",
+        "Requests ended because the time allowed for their answer was over.",
+        Source.COLLECTOR,
+    ),
     _gauge("kv_cache_usage_perc", "", "Share of the KV blocks held by sequences; 1 means all of them."),
     _gauge(
         "kv_blocks",
@@ -249,6 +289,28 @@ METRICS: tuple[MetricDefinition, ...] = (
         "Times a running sequence was put back to waiting for lack of KV blocks.",
         Source.COLLECTOR,
     ),
+    # Faults.
+    _counter("failed_steps_total", "steps", "Steps that raised.", Source.COLLECTOR),
+    _counter(
+        "retried_steps_total",
+        "steps",
+        "Steps that computed again, by halves, what failed ones should have.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "replayed_sequences_total",
+        "sequences",
+        "Times a sequence was set back to its known tokens by a failed step or a lost device.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "failed_sequences_total",
+        "sequences",
+        "Sequences that ended with an error because a step of theirs alone failed.",
+        Source.COLLECTOR,
+    ),
+    _counter("device_restarts_total", "restarts", "Times a lost device was opened anew.", Source.COLLECTOR),
+    _gauge("device_is_lost", "", "1 while a lost device is being opened anew, else 0."),
     # The step.
     _histogram(
         "iteration_tokens_total",
@@ -271,10 +333,50 @@ METRICS: tuple[MetricDefinition, ...] = (
     ),
     _gauge("unapplied_steps", "steps", "Steps submitted to the device whose results are not applied yet."),
     _gauge("graphs_pending", "graphs", "CUDA graphs that are captured when the device is idle next."),
+    # The HTTP server.
+    _counter(
+        "http_requests_total",
+        "requests",
+        "HTTP requests answered, by route and class of status; client_left: gone before the answer was.",
+        Source.HTTP,
+        ("handler", "status"),
+    ),
+    _gauge(
+        "http_requests_in_progress",
+        "requests",
+        "HTTP requests not answered to their end, open streams among them.",
+        source=Source.HTTP,
+    ),
+    _gauge(
+        "http_connections", "connections", "Open connections of clients, idle ones too.", source=Source.HTTP
+    ),
+    _counter(
+        "http_connections_refused_total",
+        "connections",
+        "Connections refused because there were as many as the server takes.",
+        Source.HTTP,
+    ),
     # The event loop.
     _histogram("loop_lag_seconds", "seconds", "How late the event loop ran a timer.", SHORT_BUCKETS),
+    _counter(
+        "loop_stage_seconds_total",
+        "seconds",
+        "Time the event loop spent on steps, by stage: apply and plan (the scheduler), submit, detokenize"
+        " (writing to streams included).",
+        Source.OBSERVER,
+        ("stage",),
+    ),
     _gauge("channel_depth", "items", "Items waiting in a channel between two stages.", ("channel",)),
     _gauge("channel_peak", "items", "Most items that ever waited in a channel.", ("channel",)),
+    # Traces: only with --otlp-traces-endpoint.
+    _counter(
+        "traced_requests_total",
+        "requests",
+        "Requests whose trace was sent to the collector (exported) or was not (dropped), as it did not answer"
+        " or too many waited.",
+        Source.TRACING,
+        ("outcome",),
+    ),
 )
 
 

@@ -5,12 +5,49 @@ and cost nothing between scrapes. Knows nothing of what happened in between: tha
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from asyncserve.metrics.catalogue import ENGINE, Source, counter_family, empty_families, gauge_family
 from asyncserve.observer import EngineStatistics
+
+
+class TracedRequests(Protocol):
+    """Who sends traces, as far as it is counted here."""
+
+    @property
+    def num_exported(self) -> int:
+        """Requests whose trace was sent."""
+
+    @property
+    def num_dropped(self) -> int:
+        """Requests whose trace was not."""
+
+
+class TracingCollector(Collector):
+    """Exposes how many traces were sent; the caller registers it.
+
+    Args:
+        traced: Asked at each scrape.
+        model_name: Value of the label `model_name`.
+    """
+
+    def __init__(self, traced: TracedRequests, model_name: str) -> None:
+        self._traced = traced
+        self._common = (model_name, ENGINE)
+
+    def describe(self) -> Iterable[Metric]:
+        """Name the metrics that `collect` gives."""
+        return empty_families(Source.TRACING)
+
+    def collect(self) -> Iterable[Metric]:
+        """Give Prometheus the numbers of this moment."""
+        counter = counter_family("traced_requests_total")
+        counter.add_metric((*self._common, "exported"), self._traced.num_exported)
+        counter.add_metric((*self._common, "dropped"), self._traced.num_dropped)
+        yield counter
 
 
 class EngineCollector(Collector):
@@ -42,6 +79,8 @@ class EngineCollector(Collector):
         num_used, num_cached = now.num_blocks_used, now.num_blocks_cached
         yield self._gauge("num_requests_running", {(): now.num_running})
         yield self._gauge("num_requests_waiting", {(): now.num_waiting})
+        yield self._gauge("num_waiting_tokens", {(): now.num_waiting_tokens})
+        yield self._gauge("num_requests_paused", {(): now.num_paused})
         yield self._gauge("kv_cache_usage_perc", {(): num_used / now.num_blocks if now.num_blocks else 0.0})
         num_free = now.num_blocks - num_used - num_cached
         yield self._gauge("kv_blocks", {("used",): num_used, ("cached",): num_cached, ("free",): num_free})
@@ -52,6 +91,14 @@ class EngineCollector(Collector):
         yield self._counter("prefix_cache_queries_total", now.prefix_cache_queries)
         yield self._counter("prefix_cache_hits_total", now.prefix_cache_hits)
         yield self._counter("num_preemptions_total", now.num_preemptions)
+        yield self._counter("failed_steps_total", now.num_failed_steps)
+        yield self._counter("retried_steps_total", now.num_retried_steps)
+        yield self._counter("replayed_sequences_total", now.num_replayed_sequences)
+        yield self._counter("failed_sequences_total", now.num_failed_sequences)
+        yield self._counter("device_restarts_total", now.num_device_restarts)
+        yield self._gauge("device_is_lost", {(): float(now.device_is_lost)})
+        yield self._counter("num_pauses_total", now.num_pauses)
+        yield self._counter("deadlines_missed_total", now.num_deadlines_missed)
         cache = self._cache_config | {"num_gpu_blocks": str(now.num_blocks)}
         info = gauge_family("cache_config_info", further_labels=tuple(cache))
         info.add_metric((*self._common, *cache.values()), 1)

@@ -10,12 +10,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from asyncserve.errors import (
+    DeadlineExceeded,
     EngineStopped,
     InvalidRequest,
     NotReady,
@@ -25,6 +26,7 @@ from asyncserve.errors import (
 )
 from asyncserve.metrics.catalogue import (
     ENGINE,
+    LOOP_STAGES,
     METRICS,
     MetricKind,
     Source,
@@ -36,17 +38,17 @@ from asyncserve.observer import RequestTimeline
 from asyncserve.request import FinishReason
 from asyncserve.step import StepOutput, StepPlan
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of what `render` returns."""
-
 _REJECTIONS: tuple[tuple[type[Exception], str], ...] = (
     (Overloaded, "overloaded"),
+    (DeadlineExceeded, "deadline"),
     (NotReady, "not_ready"),
     (PromptTooLong, "prompt_too_long"),
     (UnknownModel, "unknown_model"),
     (EngineStopped, "engine_stopped"),
     (InvalidRequest, "invalid"),
 )
+_OVERLOADS = ("queued_requests", "queued_tokens", "tenant_share")
+"""What else an `Overloaded` may give as its reason: which bound of the queue it is about."""
 _OTHER_REJECTION = "other"
 
 
@@ -89,7 +91,7 @@ class PrometheusObserver(Collector):
     """An `Observer` that Prometheus can scrape; registers itself, the process and the garbage collector.
 
     Args:
-        registry: What `render` is called with.
+        registry: Where it is to be found.
         model_name: Value of the label `model_name`.
     """
 
@@ -109,6 +111,7 @@ class PrometheusObserver(Collector):
         self._decode = self._histograms["request_decode_time_seconds"]
         self._inference = self._histograms["request_inference_time_seconds"]
         self._prompt_lens = self._histograms["request_prompt_tokens"]
+        self._computed_lens = self._histograms["request_prefill_kv_computed_tokens"]
         self._output_lens = self._histograms["request_generation_tokens"]
         self._max_lens = self._histograms["request_params_max_tokens"]
         self._step_tokens = self._histograms["iteration_tokens_total"]
@@ -119,9 +122,12 @@ class PrometheusObserver(Collector):
         self._num_cached_tokens = 0
         self._num_output_tokens = 0
         self._idle_s = 0.0
+        self._stage_s = dict.fromkeys(LOOP_STAGES, 0.0)
         # Every reason is there from the start: a rate over a series that appears late misses its first event.
         self._finished = {reason.value: 0 for reason in FinishReason}
-        self._rejected = {reason: 0 for _, reason in _REJECTIONS} | {_OTHER_REJECTION: 0}
+        self._rejected = dict.fromkeys(
+            [*(reason for _, reason in _REJECTIONS), *_OVERLOADS, _OTHER_REJECTION], 0
+        )
         registry.register(self)
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
@@ -174,15 +180,18 @@ class PrometheusObserver(Collector):
 
     def request_rejected(self, error: Exception) -> None:
         """Note that a request was refused before it became a sequence."""
-        for kind, reason in _REJECTIONS:
-            if isinstance(error, kind):
-                self._rejected[reason] += 1
-                return
-        self._rejected[_OTHER_REJECTION] += 1
+        reason = next((reason for kind, reason in _REJECTIONS if isinstance(error, kind)), _OTHER_REJECTION)
+        if isinstance(error, Overloaded) and error.reason in _OVERLOADS:
+            reason = error.reason
+        self._rejected[reason] += 1
 
     def loop_lag(self, lag_s: float) -> None:
         """Note how late the event loop ran a timer."""
         self._lag.observe(lag_s)
+
+    def stage_ran(self, stage: str, step_id: int, began_s: float, ended_s: float) -> None:
+        """Note that a stage had the event loop for a step's sake."""
+        self._stage_s[stage] += ended_s - began_s
 
     def describe(self) -> Iterable[Metric]:
         """Name the metrics that `collect` gives."""
@@ -198,6 +207,7 @@ class PrometheusObserver(Collector):
         yield self._counter("prompt_tokens_cached_total", {(): self._num_cached_tokens})
         yield self._counter("generation_tokens_total", {(): self._num_output_tokens})
         yield self._counter("gpu_idle_seconds_total", {(): self._idle_s})
+        yield self._counter("loop_stage_seconds_total", {(key,): num for key, num in self._stage_s.items()})
         yield self._counter("request_success_total", {(key,): num for key, num in self._finished.items()})
         yield self._counter("requests_rejected_total", {(key,): num for key, num in self._rejected.items()})
 
@@ -212,15 +222,6 @@ class PrometheusObserver(Collector):
         if timeline.prompt_is_counted:
             return
         timeline.prompt_is_counted = True
+        self._computed_lens.observe(timeline.num_prompt_tokens - timeline.num_cached_tokens)
         self._num_prompt_tokens += timeline.num_prompt_tokens
         self._num_cached_tokens += timeline.num_cached_tokens
-
-
-def new_registry() -> CollectorRegistry:
-    """Return an empty registry: each server has its own, so that two in one process do not mix."""
-    return CollectorRegistry()
-
-
-def render(registry: CollectorRegistry) -> bytes:
-    """Return everything the registry holds in Prometheus' text format; the body for `CONTENT_TYPE`."""
-    return generate_latest(registry)

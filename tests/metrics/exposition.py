@@ -1,17 +1,18 @@
 """Reading what is exposed the way Prometheus does: as text."""
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from asyncserve.metrics.catalogue import PREFIX
-from asyncserve.metrics.observer import render
 
 
 def families_of(registry: CollectorRegistry) -> dict[str, Metric]:
     """Return every exposed metric by its name; a counter's without `_total`, as the parser has it."""
-    return {family.name: family for family in text_string_to_metric_families(render(registry).decode())}
+    return {
+        family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())
+    }
 
 
 def samples_of(registry: CollectorRegistry, name: str) -> list[Sample]:

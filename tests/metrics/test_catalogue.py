@@ -13,8 +13,10 @@ from asyncserve.metrics.catalogue import (
     Source,
     definition,
 )
-from asyncserve.metrics.collector import EngineCollector
+from asyncserve.metrics.collector import EngineCollector, TracingCollector
+from asyncserve.metrics.http_traffic import HttpTraffic
 from asyncserve.metrics.observer import PrometheusObserver
+from asyncserve.metrics.vllm_names import VllmNames
 from asyncserve.observer import ChannelStatistics, EngineStatistics
 from tests.metrics.exposition import families_of
 
@@ -39,11 +41,17 @@ FIELD_NAMES = [
     "num_preemptions_total",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "request_prefill_kv_computed_tokens",
     "request_params_max_tokens",
     "iteration_tokens_total",
     "cache_config_info",
 ]
 """Names on which dashboards and routers of the field rely."""
+
+
+class Traced:
+    num_exported = 5
+    num_dropped = 2
 
 
 def by_name(metric: MetricDefinition) -> str:
@@ -55,6 +63,8 @@ def full_registry() -> CollectorRegistry:
     PrometheusObserver(registry, "m")
     statistics = EngineStatistics(num_blocks=4, channels=[ChannelStatistics("arrivals", 1, 8, 3)])
     registry.register(EngineCollector(lambda: statistics, "m"))
+    registry.register(HttpTraffic("m", ["/v1/completions"]))
+    registry.register(TracingCollector(Traced(), "m"))
     return registry
 
 
@@ -95,7 +105,13 @@ def test_every_sample_has_the_labels_of_its_definition() -> None:
 def test_collectors_describe_what_they_collect() -> None:
     registry = CollectorRegistry()
     observer = PrometheusObserver(registry, "m")
-    for collector in (observer, EngineCollector(EngineStatistics, "m")):
+    for collector in (
+        observer,
+        EngineCollector(EngineStatistics, "m"),
+        HttpTraffic("m"),
+        TracingCollector(Traced(), "m"),
+        VllmNames([observer, EngineCollector(EngineStatistics, "m")]),
+    ):
         described = {(family.name, family.type) for family in collector.describe()}
         assert described == {(family.name, family.type) for family in collector.collect()}
 
@@ -153,7 +169,8 @@ def test_latencies_below_ten_milliseconds_are_told_apart(metric: MetricDefinitio
 
 
 def test_gauges_are_read_when_scraped() -> None:
-    assert {metric.source for metric in METRICS if metric.kind is MetricKind.GAUGE} == {Source.COLLECTOR}
+    sources = {metric.source for metric in METRICS if metric.kind is MetricKind.GAUGE}
+    assert sources == {Source.COLLECTOR, Source.HTTP}
 
 
 def test_a_name_that_is_not_listed_is_refused() -> None:

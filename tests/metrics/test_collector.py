@@ -1,6 +1,6 @@
 from prometheus_client import CollectorRegistry
 
-from asyncserve.metrics.collector import EngineCollector
+from asyncserve.metrics.collector import EngineCollector, TracingCollector
 from asyncserve.observer import ChannelStatistics, EngineStatistics
 from tests.metrics.exposition import samples_of, value_of
 
@@ -76,3 +76,14 @@ def test_cache_config_stands_in_labels() -> None:
         "enable_prefix_caching": "True",
         "num_gpu_blocks": "40",
     }
+
+
+def test_traces_are_counted_by_what_became_of_them() -> None:
+    class Traced:
+        num_exported = 5
+        num_dropped = 2
+
+    registry = CollectorRegistry()
+    registry.register(TracingCollector(Traced(), "m"))
+    outcomes = {s.labels["outcome"]: s.value for s in samples_of(registry, "traced_requests_total")}
+    assert outcomes == {"exported": 5, "dropped": 2}

@@ -2,10 +2,11 @@ import itertools
 import random
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from asyncserve.errors import (
     AsyncserveError,
+    DeadlineExceeded,
     EngineStopped,
     InvalidRequest,
     NotReady,
@@ -14,7 +15,7 @@ from asyncserve.errors import (
     UnknownModel,
 )
 from asyncserve.metrics.catalogue import METRICS, MetricKind
-from asyncserve.metrics.observer import BucketCounts, PrometheusObserver, render
+from asyncserve.metrics.observer import BucketCounts, PrometheusObserver
 from asyncserve.observer import Observer, RequestTimeline
 from asyncserve.request import FinishReason
 from asyncserve.step import ScheduledSequence, StepOutput, StepPlan
@@ -214,6 +215,11 @@ def test_a_step_that_only_releases_slots_is_no_step_of_the_device() -> None:
     ("error", "reason"),
     [
         (Overloaded("full", retry_after_s=1.0), "overloaded"),
+        (Overloaded("full", retry_after_s=1.0, reason="queued_requests"), "queued_requests"),
+        (Overloaded("full", retry_after_s=1.0, reason="queued_tokens"), "queued_tokens"),
+        (Overloaded("full", retry_after_s=1.0, reason="tenant_share"), "tenant_share"),
+        (Overloaded("full", retry_after_s=1.0, reason="something new"), "overloaded"),
+        (DeadlineExceeded("late"), "deadline"),
         (NotReady("loading"), "not_ready"),
         (PromptTooLong("long"), "prompt_too_long"),
         (InvalidRequest("bad"), "invalid"),
@@ -282,8 +288,17 @@ def test_exposed_buckets_rise_and_end_in_the_count() -> None:
 
 def test_exposition_is_text_with_help_and_type() -> None:
     registry, _ = new_observer()
-    text = render(registry)
+    text = generate_latest(registry)
     assert b"# TYPE asyncserve:generation_tokens_total counter\n" in text
     assert b"# TYPE asyncserve:iteration_tokens_total histogram\n" in text
     assert b'asyncserve:generation_tokens_total{engine="0",model_name="m"} 0.0\n' in text
     assert b"_created" not in text
+
+
+def test_the_loops_time_is_added_up_by_stage() -> None:
+    registry, observer = new_observer()
+    observer.stage_ran("plan", 0, 1.0, 1.25)
+    observer.stage_ran("plan", 1, 2.0, 2.5)
+    observer.stage_ran("detokenize", 0, 3.0, 4.0)
+    seconds = {s.labels["stage"]: s.value for s in samples_of(registry, "loop_stage_seconds_total")}
+    assert seconds == {"apply": 0.0, "plan": 0.75, "submit": 0.0, "detokenize": 1.0}

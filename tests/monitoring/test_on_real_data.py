@@ -1,0 +1,103 @@
+"""Every expression of dashboard and rules, evaluated by a real Prometheus that has scraped a real server."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from monitoring.dashboard import FILE
+from monitoring.prometheus import FOLDER
+from tests.monitoring.running_prometheus import MODEL, RunningPrometheus, running_prometheus
+
+pytestmark = pytest.mark.slow
+
+TARGETS = [
+    (panel["title"], target["expr"])
+    for panel in json.loads(FILE.read_bytes())["panels"]
+    for target in panel.get("targets", ())
+]
+RULES: list[dict[str, Any]] = [
+    rule
+    for path in sorted((FOLDER / "rules").glob("*.yml"))
+    for group in yaml.safe_load(path.read_bytes())["groups"]
+    for rule in group["rules"]
+]
+LINTS = {
+    "metric names should not contain ':'",
+    'non-counter metrics should not have "_total" suffix',
+    'counters should have "_total" suffix',
+}
+
+MADE_FOR_VLLM = [
+    "vllm:num_requests_running",
+    "sum(vllm:num_requests_waiting)",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "rate(vllm:prompt_tokens_total[1m])",
+    "rate(vllm:generation_tokens_total[1m])",
+    "sum by (finished_reason) (increase(vllm:request_success_total[1m]))",
+    "histogram_quantile(0.99, sum by (le) (rate(vllm:e2e_request_latency_seconds_bucket[1m])))",
+    "histogram_quantile(0.5, sum by (le) (rate(vllm:inter_token_latency_seconds_bucket[1m])))",
+    "histogram_quantile(0.5, sum by (le) (rate(vllm:time_per_output_token_seconds_bucket[1m])))",
+    "histogram_quantile(0.95, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket[1m])))",
+    "rate(vllm:e2e_request_latency_seconds_sum[1m]) / rate(vllm:e2e_request_latency_seconds_count[1m])",
+    "rate(vllm:request_queue_time_seconds_sum[1m])",
+    "rate(vllm:request_prefill_time_seconds_sum[1m])",
+    "rate(vllm:request_decode_time_seconds_sum[1m])",
+    "sum by (le) (increase(vllm:request_prompt_tokens_bucket[1m]))",
+    "sum by (le) (increase(vllm:request_generation_tokens_bucket[1m]))",
+    "rate(vllm:request_max_num_generation_tokens_sum[1m])",
+    "rate(vllm:prefix_cache_hits_total[1m]) / rate(vllm:prefix_cache_queries_total[1m])",
+    "vllm:cache_config_info",
+]
+"""What autoscalers, endpoint pickers and vLLM's own dashboard ask."""
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    programs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningPrometheus]:
+    with running_prometheus(programs["prometheus"], tmp_path_factory.mktemp("prometheus")) as running:
+        yield running
+
+
+def test_every_panel_shows_something(prometheus: RunningPrometheus) -> None:
+    empty = []
+    for title, expression in TARGETS:
+        for name, value in (("job", "asyncserve"), ("model_name", MODEL), ("instance", ".*")):
+            expression = expression.replace(f"${name}", value)
+        if not prometheus.numbers(expression.replace("$__rate_interval", "1m")):
+            empty.append(f"{title}: {expression}")
+    assert empty == []
+
+
+def test_every_recording_rule_records_something(prometheus: RunningPrometheus) -> None:
+    names = [rule["record"] for rule in RULES if "record" in rule]
+    assert names
+    assert [name for name in names if not prometheus.numbers(name)] == []
+
+
+def test_no_alert_fires_on_a_healthy_server(prometheus: RunningPrometheus) -> None:
+    for rule in RULES:
+        if "alert" in rule:
+            prometheus.query(rule["expr"])
+    assert prometheus.query('ALERTS{alertstate="firing"}') == []
+
+
+def test_what_was_made_for_vllm_finds_its_names(prometheus: RunningPrometheus) -> None:
+    assert [each for each in MADE_FOR_VLLM if not prometheus.numbers(each)] == []
+
+
+def test_promtool_has_nothing_against_the_text_but_names_of_the_field(
+    promtool: Path, prometheus: RunningPrometheus
+) -> None:
+    text = prometheus.scraped()
+    outcome = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
+    )
+    complaints = {line.partition(" ")[2] for line in outcome.stderr.splitlines()}
+    assert complaints <= LINTS, complaints - LINTS
