@@ -48,13 +48,25 @@ class UnknownModel(RequestError):
 
 
 class Overloaded(RequestError):
-    """The waiting queue is full: retry after `retry_after_s` seconds."""
+    """What the server lets wait is full: retry after `retry_after_s` seconds.
+
+    Args:
+        retry_after_s: Seconds after which there may be room.
+        reason: What is full, in a word that metrics use.
+    """
 
     status_hint: ClassVar[int] = 429
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, reason: str = "overloaded") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
+
+
+class DeadlineExceeded(RequestError):
+    """The time that the request, or the server, allows for its answer is over."""
+
+    status_hint: ClassVar[int] = 504
 
 
 class EngineError(AsyncserveError):
@@ -84,6 +96,16 @@ class StepFailed(EngineError):
     def __init__(self, message: str, *, step_id: int) -> None:
         super().__init__(f"step {step_id} failed: {message}")
         self.step_id = step_id
+
+
+class StepOutOfMemory(StepFailed):
+    """The device had too little memory for one step; a smaller one may do."""
+
+
+class DeviceLost(EngineError):
+    """The device does not work any more, or does not answer: what it held is gone."""
+
+    status_hint: ClassVar[int] = 503
 
 
 class StartupError(EngineError):

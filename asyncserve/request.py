@@ -9,6 +9,7 @@ the same. Nothing here knows HTTP, asyncio, torch or a clock.
 import enum
 import math
 import operator
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -429,10 +430,13 @@ class Request:
         truncate_prompt_tokens: Keep only so many of the prompt's last tokens, at least 1; -1 keeps as many as
             leave room for `max_tokens` (for one token where it is None); None keeps all.
         cuts_max_tokens: A `max_tokens` above what the context leaves is cut to that instead of refused.
+        tenant: Whose share of the server it uses, under the `fair` policy; equal texts share one.
+        trace_headers: `traceparent` and `tracestate`, if the client sent them: the trace it belongs to.
+        deadline_s: Monotonic time at which it is ended if it has not ended by then; None for never.
 
     Raises:
-        InvalidRequest: `prompt`, `priority`, `cache_salt` or `truncate_prompt_tokens` is of a wrong type, or
-            the last is out of range.
+        InvalidRequest: `prompt`, `priority`, `cache_salt`, `truncate_prompt_tokens`, `tenant` or `deadline_s`
+            is of a wrong type, or `truncate_prompt_tokens` is out of range.
     """
 
     request_id: str
@@ -443,10 +447,19 @@ class Request:
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
     cuts_max_tokens: bool = False
+    tenant: str = ""
+    deadline_s: float | None = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Used deep in the engine, where a value of another type would harm everybody's requests.
-        for name, kinds in (("prompt", Prompt), ("priority", int), ("cache_salt", str | None)):
+        for name, kinds in (
+            ("prompt", Prompt),
+            ("priority", int),
+            ("cache_salt", str | None),
+            ("tenant", str),
+            ("deadline_s", float | int | None),
+        ):
             value = getattr(self, name)
             if not isinstance(value, kinds):
                 raise InvalidRequest(f"{name} is of the type {type(value).__name__}", param=name)
@@ -621,3 +634,36 @@ class OutputSink(Protocol):
 
     def fail(self, error: AsyncserveError) -> None:
         """Take the error that ends the whole request."""
+
+
+class TextLane(Protocol):
+    """A shorter way for tokens that mean nothing but their text: no `RequestOutput` is made of them.
+
+    Whoever has tokens appends their encoded texts to `texts`, none of them empty, and calls `flush` when
+    there are `flush_len` of them. Anything else goes by the sink's `put`, after `settle`.
+    """
+
+    texts: list[bytes]
+    flush_len: int
+
+    def flush(self) -> None:
+        """Send the texts."""
+
+    def settle(self) -> int:
+        """Take the texts off, and return how many came this way since the last time."""
+
+
+class TextSink(ABC):
+    """An `OutputSink` that may have a `TextLane`."""
+
+    @staticmethod
+    @abstractmethod
+    def encode(text: str) -> bytes:
+        """Return a text as its lanes take it; always the same function for sinks of one class."""
+
+    @abstractmethod
+    def lane(self, index: int) -> TextLane | None:
+        """Return the lane of a choice, or None if its next output must come by `put`.
+
+        Asked after every `put`; the answer holds until the next one.
+        """

@@ -18,6 +18,7 @@ sequence may read blocks that another sequence of the same plan fills.
 from array import array
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from asyncserve.grammar import Grammar
@@ -69,6 +70,10 @@ class ScheduledSequence(NamedTuple):
     samples: bool
 
 
+_num_tokens = itemgetter(ScheduledSequence._fields.index("num_tokens"))
+"""Read of every sequence and step, hence not by name."""
+
+
 class BlockAppend(NamedTuple):
     """Blocks added to the end of a slot's block table in one KV group."""
 
@@ -81,7 +86,8 @@ class BlockAppend(NamedTuple):
 class StepPlan:
     """What one step is asked. `step_id` counts up by one from 0.
 
-    `sequences` lists decode steps first, then prefill chunks.
+    It counts on over a restart of the device, which may not have seen the last ones before. `sequences` lists
+    decode steps first, then prefill chunks.
     """
 
     step_id: int
@@ -93,7 +99,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Positions computed by the step, all sequences together."""
-        return sum(sequence.num_tokens for sequence in self.sequences)
+        return sum(map(_num_tokens, self.sequences))
 
 
 BAD_LOGITS = -1
@@ -101,6 +107,25 @@ BAD_LOGITS = -1
 NO_TOKEN = -2
 """Stands for the token of a row to which its grammar and its other restrictions leave none: as
 `BAD_LOGITS`."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """When a step passed through the device side, in the seconds of `time.monotonic`; 0 until it did.
+
+    Mutable: each thread fills in its own.
+
+    Args:
+        launch_begin_s: The device thread began to prepare it.
+        launch_end_s: The device thread had launched it (on a CPU: done it).
+        wait_begin_s: Somebody began to wait for its results.
+        done_s: Its results were on the host.
+    """
+
+    launch_begin_s: float = 0.0
+    launch_end_s: float = 0.0
+    wait_begin_s: float = 0.0
+    done_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +143,7 @@ class StepOutput:
         launch_s: Seconds the device thread needed to prepare and launch it (on a CPU, all but the work).
         idle_s: Seconds the device had nothing to do before this step, while the server had running
             sequences.
+        times: When it passed through the device side, if that is known.
     """
 
     step_id: int
@@ -127,6 +153,7 @@ class StepOutput:
     device_s: float = 0.0
     launch_s: float = 0.0
     idle_s: float = 0.0
+    times: StepTimes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +192,26 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> Awaitable[StepOutput]:
         """Queue one step and return at once; steps run and finish in the order submitted.
 
-        The awaitable raises `StepFailed` if the step raised, `EngineStopped` if the executor stopped
-        before the step ran.
+        The awaitable raises `StepFailed` if the step raised (`StepOutOfMemory` if for lack of memory),
+        `DeviceLost` if the device did not survive it or an earlier one, `EngineStopped` if the executor
+        stopped before the step ran.
         """
 
     @property
     def graphs_pending(self) -> int:
         """What will still be prepared in idle time to run steps faster; 0 when that is done."""
+
+    async def restart(self) -> ExecutorInfo:
+        """Open the device anew, after it was lost or a step of it has not ended in time.
+
+        What it held is gone: rows, block tables, KV. Steps that were submitted before and are not finished
+        raise `DeviceLost`; step ids count on.
+
+        Raises:
+            DeviceLost: It cannot be opened again in this process.
+            StartupError: It could not be opened again.
+            EngineStopped: `stop` was called.
+        """
 
     async def stop(self) -> None:
         """Finish the step that runs, fail the ones that wait, free the device. Idempotent."""

@@ -18,6 +18,7 @@ attention/       the seam of paged attention and its backends
 kernels/         Triton kernels, for GPUs
 sampling/        logits → tokens and log-probabilities
 completion.py    device event → future on the event loop
+device_errors.py what an exception means: a failed step, too little memory, or a lost device
 weights.py       checkpoint files → named tensors
 device.py        streams, events, pinned memory, memory figures, for cuda and cpu
 """

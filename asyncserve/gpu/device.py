@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from asyncserve.allocator import give_back_memory, keep_freed_memory
 from asyncserve.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -142,8 +143,9 @@ class CpuDevice:
         self.has_fast_bfloat16 = any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
 
     def activate(self) -> None:
-        """Set the number of kernel threads."""
+        """Set the number of kernel threads, and let the process keep the memory that a step frees."""
         torch.set_num_threads(self.num_threads)
+        keep_freed_memory()
 
     def memory(self) -> MemoryInfo:
         """Return what the machine, or the container's limit if lower, has left."""
@@ -163,7 +165,8 @@ class CpuDevice:
         return 0
 
     def empty_cache(self) -> None:
-        """Do nothing."""
+        """Give back to the kernel what is free."""
+        give_back_memory()
 
     def record_event(self) -> Event:
         """Return the present moment."""

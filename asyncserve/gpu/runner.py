@@ -33,7 +33,7 @@ from asyncserve.gpu.staging import ResultRing, Staging
 from asyncserve.gpu.step_inputs import DeviceInputs, HostInputs, StepInputs, StepSize
 from asyncserve.kv_spec import KVGroup
 from asyncserve.request import TokenLogprobs
-from asyncserve.step import StepOutput, StepPlan
+from asyncserve.step import StepOutput, StepPlan, StepTimes
 
 _PROMPT_LOGITS_BYTES = 32 * 1024 * 1024
 """Most bytes of float32 logits made at once when a prompt is scored."""
@@ -142,9 +142,12 @@ class ModelRunner:
         began_s = time.perf_counter()
         was_running = self._update_rows(plan)
         if not plan.sequences:
-            output = StepOutput(step_id=plan.step_id, token_ids=())
+            times = StepTimes(began_s, time.perf_counter())
+            output = StepOutput(step_id=plan.step_id, token_ids=(), times=times)
             event = self.device.record_event()
-            return PendingOutput(step_id=plan.step_id, event=event, sources=(), finish=lambda: output)
+            return PendingOutput(
+                step_id=plan.step_id, event=event, sources=(), finish=lambda: output, times=times
+            )
         sampled = [
             (sequence.slot, sequence.start + sequence.num_tokens)
             for sequence in plan.sequences
@@ -201,7 +204,8 @@ class ModelRunner:
         if sources:
             copies, copied = self.device.copy_out(sources)
             self._sampler.expect(slots, copies[0], copied)
-        launched_s = time.perf_counter() if self.device.is_async else prepared_s
+        times = StepTimes(began_s, time.perf_counter())
+        launched_s = times.launch_end_s if self.device.is_async else prepared_s
         last_end, self._last_end = self._last_end, end
         results = self._results
 
@@ -221,9 +225,10 @@ class ModelRunner:
                 device_s=end.seconds_since(start),
                 launch_s=launched_s - began_s,
                 idle_s=idle_s,
+                times=times,
             )
 
-        return PendingOutput(step_id=plan.step_id, event=copied, sources=sources, finish=finish)
+        return PendingOutput(step_id=plan.step_id, event=copied, sources=sources, finish=finish, times=times)
 
     def _find_graph(self, plan: StepPlan, *, num_samples: int) -> StepGraph | None:
         prompt_lens = self._slots.prompt_lens
@@ -234,7 +239,9 @@ class ModelRunner:
             (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens > 1), 0
         )
         size = StepSize(num_rows=num_rows, num_tokens=num_tokens, num_long_rows=num_long)
-        return self._graphs.find(size, is_decode=num_rows == num_tokens == num_samples)
+        # A sequence that begins may share a block that the same step fills.
+        is_decode = num_rows == num_tokens == num_samples and not plan.admitted
+        return self._graphs.find(size, is_decode=is_decode)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Run the layers; `[num_tokens, hidden]`."""

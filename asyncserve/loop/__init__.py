@@ -6,6 +6,9 @@ Files in the order a request meets them:
 * pipeline: the five coroutines (tokenize, schedule, launch, collect, detokenize) and their wiring
 * channel: bounded, closable queue between two stages
 * admission: a request and its token ids become sequences, or a refusal
+* queue_bounds: how much may wait, in all and of each tenant
+* start_rate: how fast what waits is started, and so when a refused client should come again
+* deadlines: when the time of requests is over
 * grammar_cache: compiled grammars that are kept, and the lane in which new ones are made
 * grammar: compiles the shape an output must have, in the process that is
 * grammar_worker: this process
@@ -16,6 +19,8 @@ Files in the order a request meets them:
 * sequence: one sequence as the scheduler knows it, with its block table
 * waiting: the waiting sequences, in the order of the policy
 * scheduler: which sequences compute how many tokens in the next step; what a finished step means
+* suspects: sequences of failed steps, tried by halves until the culprit is found
+* restart_budget: how often a lost device may be opened anew
 * kv_groups: blocks of all KV groups together: match a cached prefix, extend, release
 * kv_pool: the blocks of one group: reference counts, free list in eviction order, prefix index
 * prefix_hash: chained hash of a block's tokens

@@ -8,8 +8,9 @@ Knows no coroutine and no queue; what the KV pool can hold is asked of the sched
 import dataclasses
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from asyncserve.errors import InvalidRequest, PromptTooLong
 from asyncserve.grammar import Grammar
@@ -30,6 +31,8 @@ SMALL_TOKENS_LEN = 8192
 """Token prompts up to this length are checked in place (about 0.3 ms)."""
 LONG_TEXT_LEN = 65536
 """Texts above this many characters are long: encoding one may take seconds."""
+CHARACTERS_PER_TOKEN = 4
+"""Of a text whose tokens are not known yet; so in English, fewer in most other languages."""
 TEXT_MARGIN = 2
 """Of a text that is truncated, so many times what the most tokens can stand for is looked at."""
 _CHECKED_AT_ONCE = 65536
@@ -86,6 +89,41 @@ def is_long(prompt: Prompt) -> bool:
     if isinstance(prompt, ChatPrompt):
         text = prompt.rendered
     return text is not None and len(text) > LONG_TEXT_LEN
+
+
+def estimated_len(request: Request) -> int:
+    """Return about how many tokens a request's prompt has, before it is encoded.
+
+    Token ids are counted. A text has a token for each `CHARACTERS_PER_TOKEN` characters; that of a
+    conversation which is not rendered yet is the text in its messages. What is cut off does not count.
+    """
+    try:
+        num_tokens = _estimated_len(request.prompt)
+    except (TypeError, AttributeError):
+        return 1  # something in it is no text; its encoding will say what
+    num_kept = request.truncate_prompt_tokens
+    return num_tokens if num_kept is None or num_kept < 0 else min(num_tokens, num_kept)
+
+
+def _estimated_len(prompt: Prompt) -> int:
+    if isinstance(prompt, TokensPrompt):
+        return len(prompt.token_ids)
+    text = prompt.text if isinstance(prompt, TextPrompt) else prompt.rendered
+    if text is not None or isinstance(prompt, TextPrompt):
+        num_characters = len(text or "")
+    else:
+        num_characters = sum(map(_num_characters, prompt.messages))
+    return 1 + num_characters // CHARACTERS_PER_TOKEN
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    content = message.get("content")
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, list | tuple):
+        return 0
+    texts = (part.get("text") for part in content if isinstance(part, Mapping))
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def seed_of_choice(seed: int, index: int) -> int:

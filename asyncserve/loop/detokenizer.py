@@ -7,7 +7,7 @@ that a stop string ended the sequence is told to the scheduler by the caller.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncserve.errors import InvariantError
 from asyncserve.loop.stop_strings import StopStrings
@@ -29,7 +29,40 @@ def strips_first_space(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) ->
     return tokenizer.strips_leading_space and all(map(tokenizer.is_special, prompt_token_ids))
 
 
-class _TextTable(dict[int, str | None]):
+class EncodedTexts(dict[int, bytes | None]):
+    """Token id → its text as a sink's lane takes it; None where it must go the long way, through `feed`."""
+
+    __slots__ = ("_encode", "_texts")
+
+    def __init__(self, texts: "_Texts", encode: Callable[[str], bytes]) -> None:
+        super().__init__()
+        self._texts = texts
+        self._encode = encode
+
+    def __missing__(self, token_id: int) -> bytes | None:
+        text = self._texts[token_id]
+        encoded = self[token_id] = self._encode(text) if text else None
+        return encoded
+
+
+class _Texts(dict[int, str | None]):
+    """Token id → text, or None; filled on first use."""
+
+    __slots__ = ("_encoded",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._encoded: dict[Callable[[str], bytes], EncodedTexts] = {}
+
+    def encoded_by(self, encode: Callable[[str], bytes]) -> EncodedTexts:
+        """Return the same texts as a sink's lanes take them."""
+        encoded = self._encoded.get(encode)
+        if encoded is None:
+            encoded = self._encoded[encode] = EncodedTexts(self, encode)
+        return encoded
+
+
+class _TextTable(_Texts):
     """Token id → text, filled on first use; None where the bytes are no whole characters by themselves."""
 
     __slots__ = ("_skip_special_tokens", "_tokenizer")
@@ -55,7 +88,7 @@ class _TextTable(dict[int, str | None]):
         return self._tokenizer.token_bytes(token_id)
 
 
-class _SafeTextTable(dict[int, str | None]):
+class _SafeTextTable(_Texts):
     """The same for one set of stop strings: None also where a stop string may begin in the token."""
 
     __slots__ = ("_first_characters", "_texts")
@@ -133,7 +166,7 @@ class DetokenizerState:
         tokenizer: Tokenizer,
         request: TokenizedRequest,
         texts: _TextTable,
-        safe_texts: dict[int, str | None],
+        safe_texts: _Texts,
         stops: StopStrings | None,
     ) -> None:
         sampling = request.request.sampling
@@ -156,6 +189,36 @@ class DetokenizerState:
         self.num_output_tokens = 0
         self.is_finished = False
         """No further delta is taken."""
+
+    def encoded_texts(self, encode: Callable[[str], bytes]) -> EncodedTexts:
+        """Return the table of texts for tokens that go past `feed`; see `TextSink`."""
+        return self._safe_texts.encoded_by(encode)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing is held back: the next token may go out as the table has it, past `feed`."""
+        return self._is_clear
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether text may have to be held back, so that what is not clear must go by `feed`."""
+        return self._stops is not None
+
+    def take_bare(self, token_id: int) -> str:
+        """Return the characters that a token completes, where nothing else is to be told of it.
+
+        Without stop strings, and once `is_clear` has been true: only bytes of a character are held back. A
+        token with characters is not counted here; see `note_passed`.
+        """
+        text = self._text_of(token_id)
+        self._is_clear = self._decoder is None
+        if not text:
+            self.num_output_tokens += 1
+        return text
+
+    def note_passed(self, num_tokens: int) -> None:
+        """Count tokens that went past `feed`."""
+        self.num_output_tokens += num_tokens
 
     def usage(self) -> Usage:
         """Return the token counts up to now."""

@@ -12,26 +12,27 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
-from asyncserve.errors import AsyncserveError, EngineStopped, InvalidRequest, NotReady, Overloaded
-from asyncserve.loop.admission import Admission
+from asyncserve.errors import AsyncserveError, DeadlineExceeded, EngineStopped, InvalidRequest, NotReady
+from asyncserve.loop.admission import Admission, estimated_len
 from asyncserve.loop.channel import ChannelClosed
 from asyncserve.loop.detokenizer import Detokenizer
 from asyncserve.loop.grammar import XGrammarCompiler
 from asyncserve.loop.grammar_cache import GrammarCache, GrammarCompiler
 from asyncserve.loop.pipeline import ActiveRequest, Pipeline
+from asyncserve.loop.queue_bounds import Load, QueueBounds
 from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.tokenizer import Tokenizer
-from asyncserve.observer import EngineStatistics, NullObserver, Observer
+from asyncserve.observer import EngineStatistics, Observer, ObserverGroup
 from asyncserve.request import FinishReason, OutputSink, Request, RequestOutput, TokenizedRequest
 from asyncserve.step import Executor, ExecutorInfo
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0
-"""What a refused client is told to wait. The queue's own time is not known: outputs end when they end."""
+FAILED_STOP_LIMIT_S = 10.0
+"""How long executor and worker threads have to end when the engine has failed."""
 
 
 class Engine:
@@ -43,11 +44,15 @@ class Engine:
         observer: Told of every step and every end; None for nobody.
         max_num_queued_requests: Most sequences that wait, preempted ones included (a request with `n` = 3
             counts three times); a request that would make it more is refused.
-        policy: `fcfs` or `priority`.
+        max_num_queued_tokens: Most tokens that these may have; None for no bound.
+        policy: `fcfs`, `priority` or `fair`.
         enable_prefix_caching: Reuse KV blocks of equal beginnings.
         enable_chunked_prefill: Split long prompts over several steps.
         long_prefill_token_threshold: Most tokens of one prompt in one step; 0 for no limit but the step's.
         async_scheduling: Plan one step ahead of the device.
+        step_timeout_s: Seconds after which a step that has not ended means that the device is lost; 0 for no
+            limit.
+        max_device_restarts: Most times a lost device is opened anew within an hour; then the engine fails.
         grammar_compile_timeout_s: Seconds that compiling one structured output may take.
         make_grammar_compiler: Instead of xgrammar's: given the tokenizer and the model's vocabulary size.
         seed: Of the seeds drawn for requests that bring none.
@@ -63,11 +68,14 @@ class Engine:
         tokenizer: Tokenizer,
         observer: Observer | None = None,
         max_num_queued_requests: int = 2048,
+        max_num_queued_tokens: int | None = None,
         policy: str = "fcfs",
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
         async_scheduling: bool = True,
+        step_timeout_s: float = 300.0,
+        max_device_restarts: int = 3,
         grammar_compile_timeout_s: float = 10.0,
         make_grammar_compiler: Callable[[Tokenizer, int], GrammarCompiler] | None = None,
         seed: int = 0,
@@ -77,13 +85,22 @@ class Engine:
     ) -> None:
         self._executor = executor
         self._tokenizer = tokenizer
-        self._observer: Observer = NullObserver() if observer is None else observer
-        self._max_num_queued_requests = max_num_queued_requests
+        # A group, so that an observer that raises, which it must not, ends no request and no stage.
+        if not isinstance(observer, ObserverGroup):
+            observer = ObserverGroup([] if observer is None else [observer])
+        self._observer = observer
+        self._bounds = QueueBounds(
+            max_sequences=max_num_queued_requests,
+            max_tokens=max_num_queued_tokens,
+            shares=policy == "fair",
+        )
         self._policy = policy
         self._enable_prefix_caching = enable_prefix_caching
         self._enable_chunked_prefill = enable_chunked_prefill
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._async_scheduling = async_scheduling
+        self._step_timeout_s = step_timeout_s or None
+        self._max_device_restarts = max_device_restarts
         self._make_grammar_compiler = make_grammar_compiler or partial(
             XGrammarCompiler, timeout_s=grammar_compile_timeout_s
         )
@@ -147,12 +164,14 @@ class Engine:
             grammars=GrammarCache(
                 self._make_grammar_compiler(self._tokenizer, info.vocab_size),
                 # They are compiled one by one, so most of what may wait should wait for something else.
-                max_pending=max(32, self._max_num_queued_requests // 8),
+                max_pending=max(32, self._bounds.max_sequences // 8),
             ),
             observer=self._observer,
             clock=self._clock,
-            max_unapplied=info.max_unapplied,
-            requests_capacity=max(1, self._max_num_queued_requests),
+            info=info,
+            step_timeout_s=self._step_timeout_s,
+            max_device_restarts=self._max_device_restarts,
+            requests_capacity=max(1, self._bounds.max_sequences),
             num_tokenizer_threads=self._num_tokenizer_threads,
             loop_lag_interval_s=self._loop_lag_interval_s,
         )
@@ -211,13 +230,16 @@ class Engine:
             error = EngineStopped(f"the server failed: {self._failure}")
             error.__cause__ = self._failure
             reason = FinishReason.ERROR
-        pipeline.end_all(error, reason)
+        # After a failure a thread may be in something that never ends: then the process has to.
+        limit_s = None if self._failure is None else FAILED_STOP_LIMIT_S
         try:
-            await self._executor.stop()
-        except Exception:
-            logger.exception("the executor did not stop cleanly")
-        try:
-            await pipeline.close()
+            pipeline.end_all(error, reason)
+            for end in (self._executor.stop, pipeline.close):
+                try:
+                    async with asyncio.timeout(limit_s):
+                        await end()
+                except Exception:
+                    logger.exception("a part of the engine did not stop cleanly")
         finally:
             self._stopped.set()
 
@@ -229,13 +251,28 @@ class Engine:
         Raises:
             NotReady: The engine is loading, draining or stopped.
             EngineStopped: The engine has just failed.
-            Overloaded: Too many sequences wait already.
+            Overloaded: Too many sequences or tokens wait already.
+            DeadlineExceeded: Its time was over before it came.
             InvalidRequest: It asks for more sequences than may ever wait, or a request of that id is in the
                 engine.
         """
-        self.check_room(request.sampling.n)
+        self.submit_all([request], [sink])
+
+    def submit_all(self, requests: Sequence[Request], sinks: Sequence[OutputSink]) -> None:
+        """Take the requests of one call, all of one tenant, or none: there is room for all of them.
+
+        Raises:
+            AsyncserveError: As `submit`. One that is wrong by itself leaves those before it in the engine.
+        """
+        self.check_room(requests)
+        for request, sink in zip(requests, sinks, strict=True):
+            self._submit(request, sink)
+
+    def _submit(self, request: Request, sink: OutputSink) -> None:
         try:
             pipeline = self._accepting_pipeline()
+            if request.deadline_s is not None and request.deadline_s <= self._clock():
+                raise DeadlineExceeded("the time for the answer was over before the request could be taken")
             if request.request_id in pipeline:
                 raise InvalidRequest(f"a request with id {request.request_id!r} is being served")
             seed = request.sampling.seed
@@ -249,31 +286,30 @@ class Engine:
             self._observer.request_rejected(error)
             raise
 
-    def check_room(self, num_sequences: int) -> None:
-        """Refuse a call that the queue has no room for; requests submitted at once after it all find room.
+    def check_room(self, requests: Sequence[Request]) -> None:
+        """Refuse a call that the queue has no room for.
 
         Args:
-            num_sequences: Of all its requests together.
+            requests: All those of the call, of one tenant.
 
         Raises:
             NotReady: The engine is loading, draining or stopped.
-            Overloaded: Too many sequences wait already.
+            Overloaded: Too many sequences or tokens wait already.
             InvalidRequest: They are more than may ever wait.
         """
         try:
             pipeline = self._accepting_pipeline()
-            bound = self._max_num_queued_requests
-            if num_sequences > bound:
-                raise InvalidRequest(
-                    f"{num_sequences} sequences are asked for at once; this server lets at most {bound} wait"
-                )
-            num_queued = pipeline.num_queued
-            if num_queued + num_sequences > bound:
-                raise Overloaded(
-                    f"{num_queued} sequences are waiting, {num_sequences} more are asked for, and this server"
-                    f" lets at most {bound} wait; try again later.",
-                    retry_after_s=RETRY_AFTER_S,
-                )
+            asked = Load(
+                sum(request.sampling.n for request in requests),
+                sum(request.sampling.n * estimated_len(request) for request in requests),
+            )
+            excess = self._bounds.excess(
+                asked,
+                queued=pipeline.queued_load,
+                of_tenant=pipeline.queued_load_of(requests[0].tenant),
+            )
+            if excess is not None:
+                raise excess.error(pipeline.retry_after_s(excess.load, asked))
         except AsyncserveError as error:
             self._observer.request_rejected(error)
             raise
@@ -310,6 +346,19 @@ class Engine:
         sink = self._pipeline.abort(request_id)
         if isinstance(sink, _IteratorSink):
             sink.end()
+
+    def pause(self, request_id: str) -> None:
+        """Let a request rest whose client does not read: others get its slot, and if need be its blocks.
+
+        Outputs of steps in flight still come. Idempotent; unknown ids are no error.
+        """
+        if self._pipeline is not None:
+            self._pipeline.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on, in its place by age. Idempotent; unknown ids are no error."""
+        if self._pipeline is not None:
+            self._pipeline.resume(request_id)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Submit a request and yield its outputs; leaving the iteration early aborts it.

@@ -96,16 +96,32 @@ class KVBlockPool:
         The end becomes free first, hence is evicted first: a prefix is of use without its continuation, not
         the other way round. Blocks without reusable content go to the front of the queue.
         """
+        blocks, ring = self._blocks, self._ring
+        last = ring.previous
+        num_cached = 0
+        # Sequences that end together have thousands of blocks: links are made here, not by calls.
         for block_id in reversed(block_ids):
-            block = self._blocks[block_id]
-            if block.ref_count <= 0:
+            block = blocks[block_id]
+            ref_count = block.ref_count
+            if ref_count <= 0:
+                ring.previous, last.next = last, ring
                 raise InvariantError(f"block {block_id} is released and nobody holds it")
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.digest is None:
-                    self._link_first(block)
-                else:
-                    self._link_last(block)
+            block.ref_count = ref_count - 1
+            if ref_count > 1:
+                continue
+            if block.digest is not None:
+                block.previous = last
+                last.next = block
+                last = block
+                num_cached += 1
+            else:
+                if last is ring:
+                    last = block
+                self._link_first(block)
+        last.next = ring
+        ring.previous = last
+        self._num_free += num_cached
+        self._num_cached += num_cached
 
     def register(self, block_id: int, digest: bytes) -> None:
         """Note the content of a held block; the first block with that content stays the one found."""

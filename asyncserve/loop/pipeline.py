@@ -10,6 +10,10 @@ only move values, once per step and never once per token.
 The one cycle (schedule → launch → collect → schedule) cannot block: the scheduler plans at most
 `max_unapplied` steps ahead, and the cycle's channels hold as many. Everything else points forward, and an
 abort is a method call. A stage that raises ends them all.
+
+A step that failed goes back to the scheduler like any other. A device that is lost, or does not answer within
+the time a step may take, is opened anew here, and every sequence goes on from its known tokens: nothing is
+planned meanwhile, and what is on its way through the cycle comes back as lost.
 """
 
 import asyncio
@@ -23,38 +27,52 @@ from typing import Any, NamedTuple
 
 from asyncserve.errors import (
     AsyncserveError,
+    DeadlineExceeded,
+    DeviceLost,
     EngineError,
     InvalidRequest,
     InvariantError,
     StepFailed,
 )
 from asyncserve.grammar import Grammar
-from asyncserve.loop.admission import Admission, is_long, is_quick
+from asyncserve.loop.admission import Admission, estimated_len, is_long, is_quick
 from asyncserve.loop.channel import Channel, first_ready
-from asyncserve.loop.detokenizer import Detokenizer, DetokenizerState
+from asyncserve.loop.deadlines import Deadlines
+from asyncserve.loop.detokenizer import Detokenizer, DetokenizerState, EncodedTexts
 from asyncserve.loop.grammar_cache import GrammarCache, GrammarRefused, NobodyWaits
-from asyncserve.loop.scheduler import Scheduler
+from asyncserve.loop.queue_bounds import Load, LoadByTenant
+from asyncserve.loop.restart_budget import WINDOW_S, RestartBudget
+from asyncserve.loop.scheduler import Scheduler, StepDeltas
+from asyncserve.loop.start_rate import StartRate
 from asyncserve.observer import EngineStatistics, Observer, RequestTimeline
 from asyncserve.request import (
     FinishReason,
     OutputSink,
     Request,
+    RequestOutput,
+    TextLane,
     TextPrompt,
+    TextSink,
     TokenDelta,
     TokenizedRequest,
     TokensPrompt,
 )
-from asyncserve.step import Executor, StepOutput, StepPlan
+from asyncserve.step import Executor, ExecutorInfo, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
 STARTED_PER_TURN = 16
 """Prompts given to the tokenizer's threads in one iteration of the loop: about 0.5 ms."""
-ARRIVALS_CAPACITY = 64
+ARRIVALS_CAPACITY = 32
+"""Requests given to the scheduler in one iteration of the loop: about 0.2 ms."""
+REOPEN_LIMIT_S = 1800.0
+"""Seconds within which a lost device must be open again, its model loaded; then the engine gives up."""
 APPLIED_CAPACITY = 8
 """Steps the detokenizer may be behind before it holds up the scheduler."""
 SLICE_LEN = 32
 """Deltas handed to sinks in one iteration of the loop: about 0.2 ms of work with a socket write each."""
+PLAIN_SLICE_LEN = 512
+"""Plain tokens that wait for a later write, in one iteration: about 0.1 ms."""
 ENDS_PER_SLICE = 8
 """Ends of sequences in one iteration: each may wake a handler that writes a whole answer."""
 
@@ -66,6 +84,8 @@ class ActiveRequest:
         "bad_words",
         "grammar",
         "has_ended",
+        "is_paused",
+        "load",
         "num_open",
         "request",
         "seed",
@@ -78,8 +98,13 @@ class ActiveRequest:
         self.request = request
         self.sink = sink
         self.seed = seed
-        self.timelines = [RequestTimeline(arrived_s=request.arrival_s) for _ in range(request.sampling.n)]
+        self.timelines = [
+            RequestTimeline(arrived_s=request.arrival_s, request=request) for _ in range(request.sampling.n)
+        ]
         self.num_open = request.sampling.n
+        # As long as it is in nobody's queue; estimated until the prompt is encoded.
+        self.load = Load(self.num_open, self.num_open * estimated_len(request))
+        self.is_paused = False
         self.bad_words: tuple[tuple[int, ...], ...] = ()  # set with the prompt's encoding
         self.grammar: Grammar | None = None  # set before admission, if a structure is asked for
         self.sequence_ids: list[int] = []
@@ -89,7 +114,19 @@ class ActiveRequest:
 class ActiveSequence:
     """One of a request's sequences on the way back: where its deltas go."""
 
-    __slots__ = ("last_token_s", "owner", "state", "timeline", "tokenized", "wants_usage")
+    __slots__ = (
+        "encoded",
+        "is_bare",
+        "lane",
+        "last_token_s",
+        "owner",
+        "state",
+        "text_sink",
+        "texts",
+        "timeline",
+        "tokenized",
+        "wants_usage",
+    )
 
     def __init__(self, tokenized: TokenizedRequest, owner: ActiveRequest, state: DetokenizerState) -> None:
         self.tokenized = tokenized
@@ -98,6 +135,44 @@ class ActiveSequence:
         self.timeline = owner.timelines[tokenized.index]
         self.wants_usage = owner.sink.wants_usage
         self.last_token_s: float | None = None
+        self.text_sink = owner.sink if isinstance(owner.sink, TextSink) else None
+        # Set while plain tokens may take the short way.
+        self.lane: TextLane | None = None
+        self.texts: list[bytes] = []
+        self.encoded: EncodedTexts | None = None  # and while no bytes of a character are held back
+        self.is_bare = False  # and what `encoded` lacks may take it as well
+
+    def feed(self, delta: TokenDelta) -> RequestOutput:
+        """Give the sink what it is to hear of a delta, and return that."""
+        state, lane = self.state, self.lane
+        if lane is not None:
+            state.note_passed(lane.settle())
+        output = state.feed(delta)
+        if self.wants_usage and output.usage is None:
+            output.usage = state.usage()
+        self.owner.sink.put(output)
+        if self.text_sink is not None and output.finish_reason is None:
+            self._choose_way(self.text_sink)
+        return output
+
+    def _choose_way(self, sink: TextSink) -> None:
+        """Let plain tokens take the short way from now on, or no longer."""
+        lane = sink.lane(self.tokenized.index) if self.state.is_clear else None
+        if lane is None:
+            self.lane = self.encoded = None
+            self.is_bare = False
+        elif self.encoded is None:
+            self.lane, self.texts = lane, lane.texts
+            self.encoded = self.state.encoded_texts(sink.encode)
+            self.is_bare = not self.state.has_stop_strings
+
+    def bare_text(self, token_id: int) -> bytes:
+        """Return what a token adds to the lane: nothing, if it is part of a character or a special token."""
+        text = self.state.take_bare(token_id)
+        sink = self.text_sink
+        assert sink is not None
+        self.encoded = self.state.encoded_texts(sink.encode) if self.state.is_clear else None
+        return sink.encode(text) if text else b""
 
 
 class Arrival(NamedTuple):
@@ -115,24 +190,24 @@ class Encoded(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step the device has been given."""
+    """A step the device has been given, or, the device being lost, has not."""
 
     plan: StepPlan
-    output: Awaitable[StepOutput]
+    output: Awaitable[StepOutput] | DeviceLost
 
 
 class Completion(NamedTuple):
     """What became of a step: its output, or why it has none."""
 
     plan: StepPlan
-    output: StepOutput | StepFailed
+    output: StepOutput | StepFailed | DeviceLost
 
 
 class AppliedStep(NamedTuple):
     """What a step gave its sequences."""
 
     completion: Completion
-    deltas: list[TokenDelta]
+    deltas: StepDeltas
     now_s: float
 
 
@@ -147,7 +222,9 @@ class Pipeline:
         grammars: Makes and keeps the grammars of structured outputs.
         observer: Told of every step and every end.
         clock: Monotonic seconds.
-        max_unapplied: Steps that may be on their way at once.
+        info: What the executor offers.
+        step_timeout_s: Seconds after which a step that has not ended means a lost device; None for no limit.
+        max_device_restarts: Most times a lost device is opened anew within `WINDOW_S`.
         requests_capacity: Requests that may wait for the tokenizer.
         num_tokenizer_threads: Threads that encode prompts; one more encodes long ones (`is_long`), which
             would hold up the others for seconds.
@@ -164,7 +241,9 @@ class Pipeline:
         grammars: GrammarCache,
         observer: Observer,
         clock: Callable[[], float],
-        max_unapplied: int,
+        info: ExecutorInfo,
+        step_timeout_s: float | None,
+        max_device_restarts: int,
         requests_capacity: int,
         num_tokenizer_threads: int,
         loop_lag_interval_s: float,
@@ -176,6 +255,10 @@ class Pipeline:
         self._grammars = grammars
         self._observer = observer
         self._clock = clock
+        self._info = info
+        self._step_timeout_s = step_timeout_s
+        self._restarts = RestartBudget(max_device_restarts)
+        self._lost: DeviceLost | None = None  # as long as the device is not open again
         self._loop_lag_interval_s = loop_lag_interval_s
         self._threads = ThreadPoolExecutor(num_tokenizer_threads, thread_name_prefix="tokenize")
         self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
@@ -184,14 +267,16 @@ class Pipeline:
         self._requests = Channel[ActiveRequest]("requests", requests_capacity)
         self._encoded = Channel[Encoded]("encoded", requests_capacity)
         self._arrivals = Channel[Arrival]("arrivals", ARRIVALS_CAPACITY)
-        self._plans = Channel[StepPlan]("plans", max_unapplied)
-        self._launched = Channel[Launched]("launched", max_unapplied)
-        self._completions = Channel[Completion]("completions", max_unapplied)
+        self._resumed = Channel[ActiveRequest]("resumed", 1)
+        self._plans = Channel[StepPlan]("plans", info.max_unapplied)
+        self._launched = Channel[Launched]("launched", info.max_unapplied)
+        self._completions = Channel[Completion]("completions", info.max_unapplied)
         self._applied = Channel[AppliedStep]("applied", APPLIED_CAPACITY)
         self._channels = (
             self._requests,
             self._encoded,
             self._arrivals,
+            self._resumed,
             self._plans,
             self._launched,
             self._completions,
@@ -200,7 +285,10 @@ class Pipeline:
 
         self._active: dict[str, ActiveRequest] = {}
         self._sequences: dict[int, ActiveSequence] = {}
-        self._num_unadmitted = 0  # sequences, as all counts of what waits
+        self._unadmitted = LoadByTenant()
+        self._starts = StartRate()
+        self._deadlines = Deadlines[ActiveRequest](clock, self._expire)
+        self._num_deadlines_missed = 0
         self._num_unapplied = 0
         self._last_progress_s = clock()
         self._nothing_active = asyncio.Event()
@@ -209,16 +297,26 @@ class Pipeline:
     # ---- called from outside, on the loop thread -------------------------------------------------------
 
     @property
-    def num_queued(self) -> int:
-        """Sequences that wait: in the scheduler, preempted ones too, or of requests not yet in it."""
-        statistics = EngineStatistics()
-        self._scheduler.fill_statistics(statistics)
-        return self._num_unadmitted + statistics.num_waiting
+    def queued_load(self) -> Load:
+        """What waits: in the scheduler, preempted sequences too, or of requests not yet in it."""
+        return self._unadmitted.total.plus(self._scheduler.waiting_load)
+
+    def queued_load_of(self, tenant: str) -> Load:
+        """Return what waits of one tenant, where the policy tells tenants apart."""
+        return self._unadmitted.of(tenant).plus(self._scheduler.waiting_load_of(tenant))
+
+    def retry_after_s(self, excess: Load, asked: Load) -> float:
+        """Return how long a client should wait that was refused since `excess` must be started first."""
+        return self._starts.retry_after_s(excess, asked, self._clock())
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in the pipeline and the device has nothing to do."""
-        return not self._active and self._num_unapplied == 0
+        """Whether nothing waits or runs, and the device has nothing to do; what is paused does neither."""
+        return (
+            self._num_unapplied == 0
+            and self._scheduler.is_idle
+            and self._unadmitted.total.num_sequences == 0
+        )
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._active
@@ -230,12 +328,32 @@ class Pipeline:
             ChannelClosed: The pipeline has ended.
         """
         self._requests.put_nowait(active)
-        if self.is_idle:
-            # What came before the idle time is no progress to be measured from.
-            self._last_progress_s = self._clock()
+        self._note_work()
         self._active[active.request.request_id] = active
-        self._num_unadmitted += len(active.timelines)
+        self._unadmitted.add(active.request.tenant, active.load)
         self._nothing_active.clear()
+        if active.request.deadline_s is not None:
+            self._deadlines.add(active.request.deadline_s, active)
+
+    def pause(self, request_id: str) -> None:
+        """Let a request rest until it is resumed: its sequences give up slots and blocks. Idempotent."""
+        active = self._active.get(request_id)
+        if active is not None:
+            active.is_paused = True
+            for sequence_id in active.sequence_ids:
+                self._scheduler.pause(sequence_id)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on. Idempotent."""
+        active = self._active.get(request_id)
+        if active is None or not active.is_paused:
+            return
+        self._note_work()
+        active.is_paused = False
+        for sequence_id in active.sequence_ids:
+            self._scheduler.resume(sequence_id)
+        if not self._resumed.is_ready:
+            self._resumed.put_nowait(active)  # nothing else may come that would have a step planned
 
     def abort(self, request_id: str) -> OutputSink | None:
         """End a request wherever it is; its sink, which is returned, gets nothing more. Idempotent."""
@@ -249,7 +367,10 @@ class Pipeline:
         """End every request and give its sink the error."""
         for active in list(self._active.values()):
             if not active.has_ended:
-                self._end(active, reason)
+                try:
+                    self._end(active, reason)
+                except Exception:  # whatever state things are in, everybody is told
+                    logger.exception("a request could not be ended")
                 _fail_sink(active, error)
 
     async def wait_nothing_active(self) -> None:
@@ -259,8 +380,11 @@ class Pipeline:
     def fill_statistics(self, statistics: EngineStatistics) -> None:
         """Write the state of scheduler and channels into `statistics`."""
         self._scheduler.fill_statistics(statistics)
-        statistics.num_waiting += self._num_unadmitted
+        statistics.num_waiting, statistics.num_waiting_tokens = self.queued_load
+        statistics.num_deadlines_missed = self._num_deadlines_missed
         statistics.num_unapplied_steps = self._num_unapplied
+        statistics.num_device_restarts = self._restarts.num_restarts
+        statistics.device_is_lost = self._lost is not None
         statistics.last_progress_s = self._clock() if self.is_idle else self._last_progress_s
         statistics.channels = tuple(channel.statistics() for channel in self._channels)
 
@@ -293,6 +417,7 @@ class Pipeline:
                 group.create_task(self._detokenize(), name="detokenize")
                 group.create_task(self._watch_loop(), name="watch-loop")
         finally:
+            self._deadlines.close()
             for channel in self._channels:
                 channel.close()
 
@@ -300,7 +425,7 @@ class Pipeline:
         """Free the worker threads; after `run` has ended."""
         for launched in self._launched.take_all():
             # Steps that nobody awaits any more: their failure is no news.
-            asyncio.ensure_future(launched.output).add_done_callback(_ignore_outcome)
+            _forget_output(launched.output)
         # A prompt may be in a thread still: it is waited for, though not by the loop.
         ends: list[Callable[[], None]] = [self._grammars.close]
         ends += [partial(each.shutdown, cancel_futures=True) for each in (self._threads, self._long_thread)]
@@ -382,7 +507,7 @@ class Pipeline:
     async def _admit(self, active: ActiveRequest, prompt_token_ids: "array[int] | Exception") -> None:
         try:
             if active.has_ended:
-                self._num_unadmitted -= len(active.timelines)
+                self._unadmitted.remove(active.request.tenant, active.load)
                 return
             if isinstance(prompt_token_ids, Exception):
                 raise prompt_token_ids
@@ -399,8 +524,13 @@ class Pipeline:
                 grammar=active.grammar,
             )
             active.request = tokenized[0].request
+            known = Load(active.load.num_sequences, active.load.num_sequences * len(prompt_token_ids))
+            self._unadmitted.remove(active.request.tenant, active.load)
+            self._unadmitted.add(active.request.tenant, known)
+            active.load = known
             sequences = [ActiveSequence(each, active, self._detokenizer.begin(each)) for each in tokenized]
             for each in sequences:
+                each.timeline.request = each.tokenized.request  # without what was asked, which may be large
                 each.timeline.tokenized_s = now_s
                 each.timeline.num_prompt_tokens = len(prompt_token_ids)
                 each.timeline.max_output_len = each.tokenized.max_output_len
@@ -456,7 +586,7 @@ class Pipeline:
         self._encoded.put_nowait(Encoded(active, outcome))
 
     def _reject(self, active: ActiveRequest, error: AsyncserveError) -> None:
-        self._num_unadmitted -= len(active.timelines)
+        self._unadmitted.remove(active.request.tenant, active.load)
         if not active.has_ended:
             active.has_ended = True
             self._forget(active)
@@ -468,28 +598,55 @@ class Pipeline:
     async def _schedule(self) -> None:
         """arrivals and completions → plans and applied steps."""
         scheduler, completions, arrivals = self._scheduler, self._completions, self._arrivals
-        plans, applied = self._plans, self._applied
+        plans, applied, resumed = self._plans, self._applied, self._resumed
+        observer = self._observer
         while True:
-            await first_ready(completions, arrivals)
+            await first_ready(completions, arrivals, resumed)
             now_s = self._clock()
             steps: list[AppliedStep] = []
+            lost: DeviceLost | None = None
             for completion in completions.take_all():
+                began_s = self._clock()
                 output = completion.output
+                self._num_unapplied -= 1
+                if isinstance(output, DeviceLost):
+                    lost = output
+                    continue
                 if isinstance(output, StepFailed):
-                    logger.error("%s", output)
-                    deltas = scheduler.fail(output.step_id, output)
+                    deltas = StepDeltas((), (), scheduler.fail(output.step_id, output))
+                    self._tell_failure(completion.plan, output, deltas.deltas)
+                    if scheduler.blames_device:
+                        lost = DeviceLost(f"every step fails, whatever it computes; the last: {output}")
                 else:
                     deltas = scheduler.apply(output, now_s)
-                self._num_unapplied -= 1
                 self._last_progress_s = now_s
                 steps.append(AppliedStep(completion, deltas, now_s))
+                observer.stage_ran("apply", completion.plan.step_id, began_s, self._clock())
+            if lost is not None:
+                while steps:
+                    await applied.put(steps.pop(0))
+                await self._reopen_device(lost)
+                now_s = self._clock()
+            if any(len(step.deltas.deltas) >= STARTED_PER_TURN for step in steps):
+                await asyncio.sleep(0)  # many ends, perhaps: their blocks were this iteration's share
+            resumed.take_all()
             for arrival in arrivals.take_all():
-                self._num_unadmitted -= len(arrival.sequences)
+                self._unadmitted.remove(arrival.active.request.tenant, arrival.active.load)
                 if not arrival.active.has_ended:
                     self._add(arrival)
+            began_s = self._clock()
             while (plan := scheduler.plan(now_s)) is not None:
                 plans.put_nowait(plan)
                 self._num_unapplied += 1
+                if plan.admitted:
+                    num_tokens = sum(len(each.token_ids) for each in plan.admitted)
+                    self._starts.note(Load(len(plan.admitted), num_tokens), now_s)
+                ended_s = self._clock()
+                observer.stage_ran("plan", plan.step_id, began_s, ended_s)
+                began_s = ended_s
+                if len(plan.admitted) >= STARTED_PER_TURN:
+                    await asyncio.sleep(0)  # that was this iteration's share of the loop's time
+                    began_s = self._clock()
             # Only now, with the device supplied, is it time for the outputs.
             for step in steps:
                 await applied.put(step)
@@ -500,20 +657,78 @@ class Pipeline:
             self._sequences[sequence_id] = sequence
             arrival.active.sequence_ids.append(sequence_id)
             self._scheduler.add(sequence.tokenized, sequence.timeline)
+            if arrival.active.is_paused:
+                self._scheduler.pause(sequence_id)
+
+    def _tell_failure(self, plan: StepPlan, error: StepFailed, ends: list[TokenDelta]) -> None:
+        if ends:
+            ended = self._sequences.get(ends[0].sequence_id)
+            request_id = None if ended is None else ended.owner.request.request_id
+            logger.error("%s; computed alone, so that request ends", error, extra={"request_id": request_id})
+        else:
+            logger.error("%s; its %d sequences are tried again by halves", error, len(plan.sequences))
+
+    async def _reopen_device(self, lost: DeviceLost) -> None:
+        """Open the device anew, and let every sequence go on from its known tokens.
+
+        Raises:
+            DeviceLost: It was lost too often, cannot be opened again, or offers less than before.
+        """
+        began_s = self._clock()
+        self._lost = lost
+        while self._num_unapplied:
+            await first_ready(self._completions)
+            self._num_unapplied -= len(self._completions.take_all())
+        self._scheduler.lose_device()
+        if not self._restarts.spend(began_s):
+            raise DeviceLost(f"{lost}; it was opened anew as often as it may be within {WINDOW_S:.0f} s")
+        logger.error("the device is lost: %s; opening it anew", lost)
+        try:
+            async with asyncio.timeout(REOPEN_LIMIT_S):
+                info = await self._executor.restart()
+        except (AsyncserveError, TimeoutError) as error:
+            raise DeviceLost(f"{lost}; it cannot be opened again: {error}") from error
+        if not _offers_as_much(info, self._info):
+            raise DeviceLost(f"{lost}; opened anew it offers less: {info} and not {self._info}")
+        self._lost = None
+        self._last_progress_s = self._clock()
+        logger.warning(
+            "the device is open again after %.1f s; %d requests go on from where they were",
+            self._last_progress_s - began_s,
+            len(self._active),
+        )
 
     async def _launch(self) -> None:
         """plans → launched."""
         async for plan in self._plans:
-            self._launched.put_nowait(Launched(plan, self._executor.submit(plan)))
+            began_s = self._clock()
+            self._launched.put_nowait(Launched(plan, self._lost or self._executor.submit(plan)))
+            self._observer.stage_ran("submit", plan.step_id, began_s, self._clock())
 
     async def _collect(self) -> None:
-        """launched → completions, in the order launched."""
-        async for plan, awaitable in self._launched:
-            output: StepOutput | StepFailed
-            try:
-                output = await awaitable
-            except StepFailed as error:
-                output = error
+        """launched → completions, in the order launched; the watchdog of steps."""
+        async for plan, launched in self._launched:
+            output: StepOutput | StepFailed | DeviceLost
+            if self._lost is not None:
+                _forget_output(launched)
+                output = self._lost
+            elif isinstance(launched, DeviceLost):
+                raise InvariantError(f"step {plan.step_id} was withheld from a device that is not lost")
+            else:
+                limit = asyncio.timeout(self._step_timeout_s)
+                try:
+                    async with limit:
+                        output = await launched
+                except StepFailed as error:
+                    output = error
+                except DeviceLost as error:
+                    output = self._lost = error
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    output = self._lost = DeviceLost(
+                        f"step {plan.step_id} has not ended within {self._step_timeout_s:g} s"
+                    )
             self._completions.put_nowait(Completion(plan, output))
 
     # ---- detokenize ------------------------------------------------------------------------------------
@@ -522,39 +737,83 @@ class Pipeline:
         """Applied steps → the sinks, a slice of sequences per iteration of the loop."""
         sequences, observer = self._sequences, self._observer
         num_since_yield = num_ends = 0
-        async for completion, deltas, now_s in self._applied:
-            inter_token_s: list[float] = []
-            for delta in deltas:
-                if num_since_yield == SLICE_LEN:
+        last_s = 0.0
+        async for completion, (plain, plain_ids, deltas), now_s in self._applied:
+            step_id, began_s = completion.plan.step_id, self._clock()
+            num_alike = 0  # sequences whose last token came with the step before
+            gaps_s: list[float] = []
+            for first in range(0, len(plain), PLAIN_SLICE_LEN):
+                end = first + PLAIN_SLICE_LEN
+                if first or num_since_yield == SLICE_LEN:
                     num_since_yield = num_ends = 0
-                    await asyncio.sleep(0)
+                    began_s = await self._give_way(step_id, began_s)
+                # Once per token of every stream: no call but those that write.
+                for state, token_id in zip(plain[first:end], plain_ids[first:end], strict=True):
+                    sequence = sequences.get(state.sequence_id)
+                    if sequence is None:
+                        continue  # aborted while the token was on its way
+                    if sequence.last_token_s is last_s:
+                        num_alike += 1
+                    elif sequence.last_token_s is not None:
+                        gaps_s.append(now_s - sequence.last_token_s)
+                    sequence.last_token_s = now_s
+                    try:
+                        encoded = sequence.encoded
+                        text = None if encoded is None else encoded[token_id]
+                        if text is None and sequence.is_bare:
+                            text = sequence.bare_text(token_id)
+                        if text is not None:
+                            texts = sequence.texts
+                            if text:
+                                texts.append(text)
+                            if not text or len(texts) != sequence.lane.flush_len:  # type: ignore[union-attr]
+                                continue
+                            sequence.lane.flush()  # type: ignore[union-attr]
+                        else:
+                            output = sequence.feed(TokenDelta(state.sequence_id, (token_id,)))
+                            if output.finish_reason is not None:
+                                self._finish(sequence, output.finish_reason, tell_scheduler=True)
+                                num_ends += 1
+                    except Exception:
+                        self._sink_raised(sequence.owner)
+                    num_since_yield += 1
+                    if num_since_yield == SLICE_LEN or num_ends == ENDS_PER_SLICE:
+                        num_since_yield = num_ends = 0
+                        began_s = await self._give_way(step_id, began_s)
+            for delta in deltas:
+                if num_since_yield == SLICE_LEN or num_ends == ENDS_PER_SLICE:
+                    num_since_yield = num_ends = 0
+                    began_s = await self._give_way(step_id, began_s)
                 num_since_yield += 1
                 sequence = sequences.get(delta.sequence_id)
                 if sequence is None:
-                    continue  # aborted while the delta was on its way
+                    continue
                 if delta.token_ids:
-                    last_token_s = sequence.last_token_s
-                    sequence.last_token_s = now_s
-                    if last_token_s is not None:
-                        inter_token_s.append(now_s - last_token_s)
+                    if sequence.last_token_s is not None:
+                        gaps_s.append(now_s - sequence.last_token_s)
                     else:
                         observer.first_token(sequence.timeline)
+                    sequence.last_token_s = now_s
                 try:
-                    output = sequence.state.feed(delta)
-                    if sequence.wants_usage and output.usage is None:
-                        output.usage = sequence.state.usage()
-                    sequence.owner.sink.put(output)
+                    output = sequence.feed(delta)
                 except Exception:
                     self._sink_raised(sequence.owner)
                     continue
-                reason = output.finish_reason
-                if reason is not None:
-                    self._finish(sequence, reason, tell_scheduler=delta.finish_reason is None)
+                if output.finish_reason is not None:
+                    self._finish(sequence, output.finish_reason, tell_scheduler=delta.finish_reason is None)
                     num_ends += 1
-                    if num_ends == ENDS_PER_SLICE:
-                        num_since_yield = SLICE_LEN
-            if not isinstance(completion.output, StepFailed):
-                observer.step_applied(completion.plan, completion.output, inter_token_s, now_s)
+            if num_alike:
+                gaps_s += [now_s - last_s] * num_alike
+            last_s = now_s
+            if isinstance(completion.output, StepOutput):
+                observer.step_applied(completion.plan, completion.output, gaps_s, now_s)
+            observer.stage_ran("detokenize", step_id, began_s, self._clock())
+
+    async def _give_way(self, step_id: int, began_s: float) -> float:
+        """End a slice of `_detokenize`; returns when the next one begins."""
+        self._observer.stage_ran("detokenize", step_id, began_s, self._clock())
+        await asyncio.sleep(0)
+        return self._clock()
 
     # ---- ends ------------------------------------------------------------------------------------------
 
@@ -564,6 +823,8 @@ class Pipeline:
             return  # its sink aborted the request while it took that output
         if tell_scheduler:  # a stop string: the scheduler would go on
             self._scheduler.abort(sequence.tokenized.sequence_id)
+            sequence.timeline.num_output_tokens = sequence.state.num_output_tokens
+        sequence.timeline.last_token_s = sequence.last_token_s
         sequence.timeline.finished_s = self._clock()
         self._observer.request_finished(sequence.timeline, reason)
         owner = sequence.owner
@@ -577,13 +838,27 @@ class Pipeline:
         active.has_ended = True
         self._forget(active)
         for sequence_id in active.sequence_ids:
-            if self._sequences.pop(sequence_id, None) is not None:
+            sequence = self._sequences.pop(sequence_id, None)
+            if sequence is not None:
                 self._scheduler.abort(sequence_id)
+                sequence.timeline.last_token_s = sequence.last_token_s
         now_s = self._clock()
         for timeline in active.timelines:
             if timeline.finished_s is None:
                 timeline.finished_s = now_s
                 self._observer.request_finished(timeline, reason)
+
+    def _expire(self, active: ActiveRequest) -> None:
+        """End a request whose time is over."""
+        self._num_deadlines_missed += 1
+        taken_s = self._clock() - active.request.arrival_s
+        self._end(active, FinishReason.ABORT)
+        _fail_sink(active, DeadlineExceeded(f"the answer was not complete {taken_s:.1f} s after the request"))
+
+    def _note_work(self) -> None:
+        """Note that there is about to be work: the idle time before it is no lack of progress."""
+        if self.is_idle:
+            self._last_progress_s = self._clock()
 
     def _forget(self, active: ActiveRequest) -> None:
         del self._active[active.request.request_id]
@@ -613,6 +888,27 @@ def _fail_sink(active: ActiveRequest, error: AsyncserveError) -> None:
         active.sink.fail(error)
     except Exception:
         logger.debug("a sink raised when told of %r", error, exc_info=True)
+
+
+def _offers_as_much(info: ExecutorInfo, before: ExecutorInfo) -> bool:
+    """Return whether what was planned for one executor can be run by another."""
+    return (
+        info.num_slots >= before.num_slots
+        and info.max_model_len >= before.max_model_len
+        and info.max_num_batched_tokens >= before.max_num_batched_tokens
+        and info.max_unapplied >= before.max_unapplied
+        and info.vocab_size == before.vocab_size
+        and len(info.kv_groups) == len(before.kv_groups)
+        and all(
+            group.spec == known.spec and group.num_blocks >= known.num_blocks
+            for group, known in zip(info.kv_groups, before.kv_groups, strict=True)
+        )
+    )
+
+
+def _forget_output(output: Awaitable[StepOutput] | DeviceLost) -> None:
+    if not isinstance(output, DeviceLost):
+        asyncio.ensure_future(output).add_done_callback(_ignore_outcome)
 
 
 def _ignore_outcome(future: "asyncio.Future[Any]") -> None:

@@ -11,6 +11,11 @@ long prompt slows the others down but never stops them. A prompt's blocks are ta
 at once; a decode step that finds no block preempts the last in order, which waits again with all its known
 tokens.
 
+A step that fails sets its sequences back to their known tokens and puts them under suspicion: they are
+tried again in steps of their own, by halves (`suspects`), nothing else in flight, and only one that fails
+alone, twice, ends with an error. Nobody is admitted meanwhile. A step that lacked memory is tried again with
+half as many tokens, and later steps are kept small for a while.
+
 Invariants (`check`): see also `PlanRules` in the tests.
 
 * at most `max_unapplied` plans are unapplied; outputs are applied in the order of the plans;
@@ -18,18 +23,29 @@ Invariants (`check`): see also `PlanRules` in the tests.
   never before: one rule for finished, failed, aborted and preempted sequences, in
   `_release_if_unmentioned`;
 * a sequence certain to end by length is not planned any further;
-* whatever waits while nothing runs and nothing is in flight is planned.
+* whatever waits while nothing runs and nothing is in flight is planned;
+* a step that tries suspects holds nobody else, and no other step is in flight with it.
 """
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from asyncserve.errors import AsyncserveError, InvalidRequest, InvariantError, PromptTooLong, StepFailed
+from asyncserve.errors import (
+    AsyncserveError,
+    InvalidRequest,
+    InvariantError,
+    PromptTooLong,
+    StepFailed,
+    StepOutOfMemory,
+)
 from asyncserve.loop.kv_groups import KVAllocator
+from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
-from asyncserve.loop.waiting import WaitingQueue, by_order
+from asyncserve.loop.suspects import Suspects
+from asyncserve.loop.waiting import by_order, waiting_queue
 from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import FinishReason, TokenDelta, TokenizedRequest, TokenLogprobs
 from asyncserve.step import (
@@ -45,8 +61,19 @@ from asyncserve.step import (
 
 SCORED_TOKEN_COST = 2
 """What a prompt token takes of the budget when its log-probability is asked for: its logits are made, too."""
+_new_tuple = tuple.__new__
+"""Makes a named tuple in half the time its class takes, which counts in a loop over all streams."""
+MAX_ADMITTED = 32
+"""Sequences admitted by one plan: hashing their prompts and taking their blocks takes about 0.5 ms."""
 MAX_DEFERRED = 64
 """Waiting sequences passed over in one plan because another is computing their prefix; then the scan ends."""
+FAILED_ALONE_LIMIT = 8
+"""So many sequences failing alone, one after the other and no step between them going well, are the device's
+fault."""
+STEPS_KEPT_SMALL = 32
+"""Steps that must go well before they may be twice as large again, after one that lacked memory."""
+SMALLEST_LIMIT = 16
+"""Tokens that later steps may have in any case after one that lacked memory."""
 
 
 class _Draft:
@@ -65,11 +92,31 @@ class _Draft:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A plan not yet applied: the states in the order of `plan.sequences`, and those of them that sample."""
+    """A plan not yet applied: the states in the order of `plan.sequences`, and those of them that sample.
+
+    Of the latter the first `num_decodes` have had tokens before. `is_trial`: it holds suspects and nobody
+    else.
+    """
 
     plan: StepPlan
     states: list[SequenceState]
     sampling: list[SequenceState]
+    num_decodes: int
+    is_trial: bool
+
+
+class StepDeltas(NamedTuple):
+    """What a step gave: scheduler → detokenizer. Each sequence is in it once at most.
+
+    Args:
+        sequences: Those that got one more token, and nothing is to be said but that: nearly all.
+        token_ids: That token of each.
+        deltas: What the others got.
+    """
+
+    sequences: Sequence[SequenceState]
+    token_ids: Sequence[int]
+    deltas: list[TokenDelta]
 
 
 class Scheduler:
@@ -77,7 +124,7 @@ class Scheduler:
 
     Args:
         info: What the executor offers.
-        policy: `fcfs` or `priority`.
+        policy: `fcfs`, `priority` or `fair`.
         enable_prefix_caching: Reuse the blocks of equal prefixes.
         enable_chunked_prefill: Split prompts over steps; otherwise a prompt is computed whole or waits.
         long_prefill_token_threshold: Most tokens of one prompt in one step; 0 for no limit of its own.
@@ -104,12 +151,15 @@ class Scheduler:
         if enable_chunked_prefill and long_prefill_token_threshold > 0:
             self._prompt_share = min(self._budget, long_prefill_token_threshold)
         self._max_unapplied = info.max_unapplied if async_scheduling else 1
-        self._allocator = KVAllocator(info.kv_groups, enable_prefix_caching=enable_prefix_caching)
+        self._enable_prefix_caching = enable_prefix_caching
+        self._allocator = self._make_allocator()
         # Room kept for decode steps when a prompt is admitted beside others, so that it is not preempted at
         # once.
         self._num_spare_blocks = min(group.num_blocks for group in info.kv_groups) // 100
-        self._waiting = WaitingQueue(policy)
+        self._waiting = waiting_queue(policy)
         self._sequences: dict[int, SequenceState] = {}
+        # Those that are to be left alone; once no step in flight mentions them, they hold nothing.
+        self._paused: set[int] = set()
         # Running sequences: whole prompt planned, or not yet; each list sorted by order.
         self._decoding: list[SequenceState] = []
         self._prefilling: list[SequenceState] = []
@@ -121,7 +171,18 @@ class Scheduler:
         self._free_slots = list(range(info.num_slots - 1, -1, -1))
         self._slot_holders: list[SequenceState | None] = [None] * info.num_slots
         self._released_slots: list[int] = []
+        self._suspects = Suspects()
+        # Most tokens of a step: below the budget for a while after a step lacked memory.
+        self._step_limit = self._budget
+        self._num_kept_small = 0
+        self._last_turn = (0, 0)  # order of the last that got its token when not all could
+        self._num_failed_alone = 0  # since a step went well
+        self._num_failed_steps = 0
+        self._num_retried_steps = 0
+        self._num_replayed_sequences = 0
+        self._num_failed_sequences = 0
         self._num_preemptions = 0
+        self._num_pauses = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
@@ -129,6 +190,24 @@ class Scheduler:
     def max_sequence_len(self) -> int:
         """Most tokens, prompt and output, of one sequence: the context's limit or the KV pool's."""
         return min(self._info.max_model_len, self._allocator.capacity_len)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs or waits; what is paused does neither."""
+        return len(self._sequences) == len(self._paused)
+
+    @property
+    def waiting_load(self) -> Load:
+        """What waits to be started, preempted and suspected sequences included."""
+        load = Load(len(self._waiting), self._waiting.num_tokens)
+        for suspect in self._suspects:
+            if suspect.status is SequenceStatus.WAITING:
+                load = load.plus(Load(1, len(suspect.token_ids)))
+        return load
+
+    def waiting_load_of(self, tenant: str) -> Load:
+        """Return what waits of one tenant, where the policy tells tenants apart; else all that waits."""
+        return self._waiting.load_of(tenant)
 
     def check_admissible(self, prompt_len: int, max_output_len: int) -> None:
         """Refuse a sequence that could never be served.
@@ -193,11 +272,53 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.status is SequenceStatus.WAITING:
-            self._waiting.remove(sequence)
+            if not sequence.trial_len:
+                self._waiting.remove(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
             self._leave_running(sequence)
         self._end(sequence)
         self._release_if_unmentioned(sequence)
+        return True
+
+    def pause(self, sequence_id: int) -> bool:
+        """Let a sequence rest, whatever it is doing: it gives up slot and blocks until it is resumed.
+
+        As with a preemption, its blocks stay cached until others need them, tokens of steps in flight still
+        come, and it goes on with all its known tokens.
+
+        Returns:
+            False if it is unknown, has ended or is paused already.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence_id in self._paused:
+            return False
+        self._paused.add(sequence_id)
+        self._num_pauses += 1
+        is_suspect = sequence.trial_len > 0
+        if is_suspect:
+            # If a step fails because of it, that will show when it goes on.
+            self._suspects.clear(sequence)
+        if sequence.status is SequenceStatus.WAITING:
+            if not is_suspect:
+                self._waiting.remove(sequence)
+            sequence.status = SequenceStatus.PAUSED
+        elif sequence.status is SequenceStatus.RUNNING:
+            self._put_back(sequence)
+        return True
+
+    def resume(self, sequence_id: int) -> bool:
+        """Let a paused sequence wait for a slot again, in its place by age.
+
+        Returns:
+            False if it is not paused.
+        """
+        if sequence_id not in self._paused:
+            return False
+        self._paused.remove(sequence_id)
+        sequence = self._sequences[sequence_id]
+        if sequence.status is SequenceStatus.PAUSED:
+            sequence.status = SequenceStatus.WAITING
+            self._waiting.push(sequence)
         return True
 
     def plan(self, now_s: float) -> StepPlan | None:
@@ -208,12 +329,18 @@ class Scheduler:
         """
         if not self._sequences or len(self._in_flight) >= self._max_unapplied:
             return None
-        draft = _Draft(self._next_step_id, self._budget)
+        draft = _Draft(self._next_step_id, self._step_limit)
+        if self._suspects:
+            if self._in_flight:
+                return None
+            if self._plan_trial(draft, now_s):
+                return self._submit(draft, [], is_trial=True)
+            # Those that run hold what it needs: they go on, and give it back in the end.
         scheduled = self._plan_decodes(draft)
         if draft.budget_left > 0:
             self._plan_prefills(draft, now_s)
         if not draft.decodes and not draft.prefills:
-            if not self._in_flight:
+            if not self._in_flight and not self.is_idle:
                 raise InvariantError(
                     f"{len(self._waiting)} sequences wait, {len(self._decoding)} decode,"
                     f" {len(self._prefilling)} prefill, no step is in flight, and none can be planned"
@@ -221,7 +348,7 @@ class Scheduler:
             return None
         return self._submit(draft, scheduled)
 
-    def apply(self, output: StepOutput, now_s: float) -> list[TokenDelta]:
+    def apply(self, output: StepOutput, now_s: float) -> StepDeltas:
         """Account for a finished step and return what it gave to whom.
 
         Raises:
@@ -232,91 +359,166 @@ class Scheduler:
             raise InvariantError(
                 f"step {output.step_id} gave {len(output.token_ids)} tokens, not {len(entry.sampling)}"
             )
+        self._waiting.note_outputs(entry.sampling)
         if output.prompt_logprobs:
             self._gather_prompt_logprobs(entry, output)
         num_live = len(self._sequences)
         deltas: list[TokenDelta] = []
-        logprobs = output.logprobs
-        # Once per token of every stream: plain attribute access, no calls but those that make the delta.
-        for sequence, token_id in zip(entry.sampling, output.token_ids, strict=True):
-            sequence.num_unseen_tokens -= 1
-            if not sequence.accepts_output:
-                continue
-            if token_id < 0:
-                if token_id == BAD_LOGITS:
-                    deltas.append(self._end_with_bad_logits(sequence, output.step_id))
-                elif token_id == NO_TOKEN:
-                    deltas.append(self._end_with_error(sequence, _nothing_allowed(sequence)))
-                else:
-                    raise InvariantError(f"step {output.step_id} gave token {token_id}")
-                continue
+        sampling, sampled = entry.sampling, output.token_ids
+        num_plain = 0 if output.logprobs else entry.num_decodes
+        others: set[SequenceState] = set()
+        # Once per token of every stream: no call.
+        for sequence, token_id in zip(sampling[:num_plain], sampled, strict=False):
             token_ids = sequence.token_ids
-            token_ids.append(token_id)
-            timeline = sequence.timeline
-            timeline.num_output_tokens += 1
-            if timeline.last_token_s is None:
-                timeline.first_token_s = now_s
-            timeline.last_token_s = now_s
-            delta = TokenDelta(
-                sequence.sequence_id, (token_id,), None, None, None, None, sequence.num_cached_tokens
-            )
-            deltas.append(delta)
-            if logprobs and (entry_logprobs := logprobs.get(sequence.slot)) is not None:
-                delta.logprobs = (entry_logprobs,)
-            if sequence.prompt_logprobs is not None:
-                delta.prompt_logprobs = sequence.prompt_logprobs
-                sequence.prompt_logprobs = None
-            if token_id in sequence.stop_token_ids and len(token_ids) >= sequence.min_len:
-                delta.finish_reason = FinishReason.STOP
-                delta.stop_token_id = token_id
-                self._end(sequence)
-            elif len(token_ids) >= sequence.max_len:
-                delta.finish_reason = FinishReason.LENGTH
-                self._end(sequence)
+            if (
+                token_id in sequence.stop_token_ids
+                or len(token_ids) + 1 >= sequence.max_len
+                or token_id < 0
+                or not sequence.accepts_output
+            ):
+                others.add(sequence)
+                self._apply_row(sequence, token_id, output, now_s, deltas)
+            else:
+                sequence.num_unseen_tokens -= 1
+                token_ids.append(token_id)
+        for sequence, token_id in zip(sampling[num_plain:], sampled[num_plain:], strict=True):
+            self._apply_row(sequence, token_id, output, now_s, deltas)
+        plain, plain_ids = sampling[:num_plain], sampled[:num_plain]
+        if others:
+            plain_ids = [
+                each for each, sequence in zip(plain_ids, plain, strict=True) if sequence not in others
+            ]
+            plain = [sequence for sequence in plain if sequence not in others]
         if len(self._sequences) != num_live:
             self._drop_ended()
         if self._num_releasing:
             for sequence in entry.states:
                 self._release_if_unmentioned(sequence)
-        return deltas
+        self._num_failed_alone = 0
+        if entry.is_trial:
+            for sequence in entry.states:
+                if 0 < sequence.trial_len <= sequence.num_computed_tokens:
+                    self._suspects.clear(sequence)
+        if self._step_limit < self._budget:
+            self._num_kept_small += 1
+            if self._num_kept_small == STEPS_KEPT_SMALL:
+                self._num_kept_small = 0
+                self._step_limit = min(self._budget, 2 * self._step_limit)
+        return StepDeltas(plain, plain_ids, deltas)
+
+    def _apply_row(
+        self,
+        sequence: SequenceState,
+        token_id: int,
+        output: StepOutput,
+        now_s: float,
+        deltas: list[TokenDelta],
+    ) -> None:
+        """Account for any token of a step; what is to be told of it is added to `deltas`."""
+        sequence.num_unseen_tokens -= 1
+        if not sequence.accepts_output:
+            return
+        if token_id < 0:
+            if token_id == BAD_LOGITS:
+                deltas.append(self._end_with_bad_logits(sequence, output.step_id))
+            elif token_id == NO_TOKEN:
+                deltas.append(self._end_with_error(sequence, _nothing_allowed(sequence)))
+            else:
+                raise InvariantError(f"step {output.step_id} gave token {token_id}")
+            return
+        token_ids = sequence.token_ids
+        token_ids.append(token_id)
+        timeline = sequence.timeline
+        if timeline.first_token_s is None:
+            timeline.first_token_s = now_s
+        timeline.last_token_s = now_s
+        delta = TokenDelta(sequence.sequence_id, (token_id,), num_cached_tokens=sequence.num_cached_tokens)
+        deltas.append(delta)
+        if output.logprobs and (logprobs := output.logprobs.get(sequence.slot)) is not None:
+            delta.logprobs = (logprobs,)
+        if sequence.prompt_logprobs is not None:
+            delta.prompt_logprobs = sequence.prompt_logprobs
+            sequence.prompt_logprobs = None
+        if token_id in sequence.stop_token_ids and len(token_ids) >= sequence.min_len:
+            delta.finish_reason = FinishReason.STOP
+            delta.stop_token_id = token_id
+            self._end(sequence)
+        elif len(token_ids) >= sequence.max_len:
+            delta.finish_reason = FinishReason.LENGTH
+            self._end(sequence)
 
     def fail(self, step_id: int, error: StepFailed) -> list[TokenDelta]:
-        """Account for a step that raised: its sequences end with `error`, all others go on.
+        """Account for a step that raised: its sequences are set back to their known tokens and suspected.
 
-        What the step should have written to the KV cache is forgotten. A sequence of a later step in flight
-        that read it computes again from its known tokens; its client notices nothing but a pause.
+        Their clients notice nothing but a pause, unless it was a step of one suspect alone: that one ends
+        with `error`. What the step should have written to the KV cache is forgotten; a sequence of a later
+        step in flight that read it computes again from its known tokens.
+
+        Returns:
+            The end of the culprit, if that was it.
 
         Raises:
             InvariantError: It is not the oldest step in flight.
         """
         entry = self._take_oldest(step_id)
-        deltas = []
+        self._num_failed_steps += 1
         invalid: set[tuple[int, int]] = set()
+        failed: list[SequenceState] = []
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             sequence.num_unseen_tokens -= scheduled.samples
-            sequence.blocks_are_valid = False
+            # Not those that an earlier failed step has set back, and that this one mentions nevertheless.
+            if sequence.accepts_output and sequence.sequence_id not in self._paused:
+                failed.append(sequence)
+                if not entry.is_trial:
+                    sequence.trial_len = scheduled.start + scheduled.num_tokens
+            self._set_back(sequence, scheduled.start)
             invalid |= self._allocator.invalidate(sequence, scheduled.start)
-            if sequence.status is not SequenceStatus.ENDED:
-                deltas.append(self._end_with_error(sequence, error))
-        self._drop_ended()
         for later in self._in_flight:
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
                 if sequence.blocks_are_valid:
                     if not self._allocator.holds_any(sequence, invalid):
                         continue
-                    sequence.blocks_are_valid = False
-                    sequence.accepts_output = False
-                    if sequence.status is SequenceStatus.RUNNING:
-                        self._preempt(sequence)
+                    self._set_back(sequence, 0)
                 invalid |= self._allocator.invalidate(sequence, scheduled.start)
+        self._drop_ended()
+        deltas = self._judge(entry, failed, error)
         for sequence in entry.states:
             self._release_if_unmentioned(sequence)
         return deltas
 
+    @property
+    def blames_device(self) -> bool:
+        """Whether what fails is the device: sequence after sequence failed alone, and no step went well."""
+        return self._num_failed_alone >= FAILED_ALONE_LIMIT
+
+    def lose_device(self) -> None:
+        """Forget the steps in flight and all that the device held: everybody waits with its known tokens.
+
+        Outputs of those steps are not to be applied any more. Suspects are tried first, as before.
+        """
+        self._in_flight.clear()
+        self._last_applied_step_id = self._next_step_id - 1
+        self._decoding, self._prefilling = [], []
+        self._allocator = self._make_allocator()
+        self._free_slots = list(range(self._info.num_slots - 1, -1, -1))
+        self._released_slots.clear()
+        self._num_releasing = 0
+        self._num_failed_alone = 0
+        holders = [sequence for sequence in self._slot_holders if sequence is not None]
+        self._slot_holders = [None] * self._info.num_slots
+        for sequence in holders:
+            sequence.slot = -1
+            if sequence.status is not SequenceStatus.ENDED:
+                self._num_replayed_sequences += 1
+                self._wait_again(sequence)
+
     def fill_statistics(self, statistics: EngineStatistics) -> None:
         """Write the scheduler's part of the engine's state."""
         statistics.num_running = self._info.num_slots - len(self._free_slots)
-        statistics.num_waiting = len(self._waiting)
+        statistics.num_waiting, statistics.num_waiting_tokens = self.waiting_load
+        statistics.num_waiting += sum(each.status is SequenceStatus.WAITING for each in self._suspects)
+        statistics.num_paused = len(self._paused)
+        statistics.num_pauses = self._num_pauses
         statistics.num_blocks = self._allocator.num_usable
         statistics.num_blocks_used = self._allocator.num_used
         statistics.num_blocks_cached = self._allocator.num_cached
@@ -324,6 +526,10 @@ class Scheduler:
         statistics.prefix_cache_queries = self._prefix_cache_queries
         statistics.prefix_cache_hits = self._prefix_cache_hits
         statistics.num_preemptions = self._num_preemptions
+        statistics.num_failed_steps = self._num_failed_steps
+        statistics.num_retried_steps = self._num_retried_steps
+        statistics.num_replayed_sequences = self._num_replayed_sequences
+        statistics.num_failed_sequences = self._num_failed_sequences
 
     def check(self) -> None:
         """Verify every invariant that holds between two calls; slow, for tests.
@@ -340,7 +546,8 @@ class Scheduler:
         _require(
             all(s.status is SequenceStatus.WAITING for s in self._waiting), "the waiting queue holds waiters"
         )
-        for sequences in (self._decoding, self._prefilling, list(self._waiting)):
+        self._waiting.check()
+        for sequences in (self._decoding, self._prefilling):
             _require(sequences == sorted(sequences, key=by_order), "sequences stand in order")
         _require(
             sorted(self._free_slots + [s.slot for s in holders]) == list(range(self._info.num_slots)),
@@ -352,13 +559,36 @@ class Scheduler:
             {s.sequence_id for s in releasing if s.status is SequenceStatus.PREEMPTED}
             | {s.sequence_id for s in running}
             | {s.sequence_id for s in self._waiting}
+            | {s.sequence_id for s in self._suspects}
+            | {s.sequence_id for s in self._sequences.values() if s.status is SequenceStatus.PAUSED}
             == set(self._sequences),
-            "a live sequence waits, runs or is preempted",
+            "a live sequence waits, runs, is preempted or paused",
+        )
+        _require(
+            all(
+                self._sequences[each].status in (SequenceStatus.PAUSED, SequenceStatus.PREEMPTED)
+                for each in self._paused
+            ),
+            "a paused sequence neither waits nor runs",
         )
         _require(len(running) + len(releasing) == len(holders), "a running sequence holds a slot")
         _require(
             all(s.last_step_id > self._last_applied_step_id for s in releasing),
             "what no step in flight mentions is released",
+        )
+        self._suspects.check()
+        _require(
+            {s.sequence_id for s in self._sequences.values() if s.trial_len}
+            == {s.sequence_id for s in self._suspects},
+            "a live sequence under suspicion will be tried",
+        )
+        _require(not any(s.trial_len for s in self._waiting), "no suspect stands in the queue")
+        _require(
+            len(self._in_flight) < 2
+            or not any(
+                entry.is_trial and any(s.trial_len for s in entry.states) for entry in self._in_flight
+            ),
+            "a step that tries suspects is alone in flight",
         )
         num_unseen: dict[int, int] = {}
         for entry in self._in_flight:
@@ -380,7 +610,9 @@ class Scheduler:
         for sequence in self._decoding:
             known_len = len(sequence.token_ids) + sequence.num_unseen_tokens
             _require(sequence.num_computed_tokens == known_len - 1, "a decode step has one token to compute")
-        for sequence in self._waiting:
+        for sequence in self._sequences.values():
+            if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PAUSED):
+                continue
             _require(not any(sequence.block_table.block_ids), "a waiting sequence holds no blocks")
         self._allocator.check(holders)
 
@@ -393,8 +625,13 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         lacking: list[SequenceState] = []
         decoding = self._decoding
-        if len(decoding) > self._budget:
-            decoding = decoding[: self._budget]
+        num_decoding = len(decoding)
+        if num_decoding > draft.budget_left:
+            # Steps are kept small for a while: everybody gets its token in turn.
+            able = [each for each in decoding if each.num_computed_tokens + 1 < each.max_len]
+            turn = bisect_right(able, self._last_turn, key=by_order)
+            decoding = (able[turn:] + able[:turn])[: draft.budget_left]
+            self._last_turn = decoding[-1].order if decoding else self._last_turn
         # Once per stream and step: no calls but those that make the entry.
         for sequence in decoding:
             start = sequence.num_computed_tokens
@@ -403,7 +640,7 @@ class Scheduler:
             if start >= sequence.block_table.covered_len:
                 lacking.append(sequence)
                 continue
-            scheduled.append(ScheduledSequence(sequence.slot, start, 1, True))
+            scheduled.append(_new_tuple(ScheduledSequence, (sequence.slot, start, 1, True)))
             decodes.append(sequence)
             sequence.num_computed_tokens = start + 1
             sequence.num_unseen_tokens += 1
@@ -424,6 +661,8 @@ class Scheduler:
             sequence.num_computed_tokens = start + 1
             sequence.num_unseen_tokens += 1
             sequence.last_step_id = step_id
+        if not scheduled and len(self._decoding) < num_decoding > draft.budget_left:
+            return self._plan_decodes(draft)  # those whose turn it was were preempted: it is that of others
         draft.budget_left -= len(scheduled)
         return scheduled
 
@@ -442,7 +681,7 @@ class Scheduler:
     def _plan_prefills(self, draft: _Draft, now_s: float) -> None:
         """Share what is left of the budget among prompts: those that run, then those that wait."""
         prefilling = self._prefilling
-        can_admit = bool(self._waiting) and bool(self._free_slots)
+        can_admit = bool(self._waiting) and bool(self._free_slots) and not self._suspects
         for position, sequence in enumerate(prefilling):
             others_want = can_admit or position + 1 < len(prefilling)
             if draft.budget_left == 0:
@@ -494,7 +733,12 @@ class Scheduler:
         num_deferred = 0
         num_waiting = len(self._waiting)
         for position, sequence in enumerate(self._waiting):
-            if draft.budget_left == 0 or not self._free_slots or not self._allocator.has_free_blocks:
+            if (
+                draft.budget_left == 0
+                or not self._free_slots
+                or not self._allocator.has_free_blocks
+                or len(admitted) == MAX_ADMITTED
+            ):
                 break
             if self._is_being_computed(sequence, draft):
                 num_deferred += 1
@@ -506,7 +750,7 @@ class Scheduler:
             num_remaining = len(sequence.token_ids) - num_matched
             # Without chunked prefill only a preempted sequence, with its outputs, can exceed the budget: it
             # is computed in parts. A prompt waits, and lets nobody pass, until it fits beside decode steps.
-            if not self._chunks_prefill and draft.budget_left < num_remaining <= self._budget:
+            if not self._chunks_prefill and draft.budget_left < num_remaining <= self._step_limit:
                 break
             num_tokens = self._prompt_chunk(sequence, num_remaining, draft, position + 1 < num_waiting)
             runs_alone = not (draft.decodes or draft.prefills or self._decoding or self._prefilling)
@@ -517,7 +761,7 @@ class Scheduler:
             self._take_chunk(draft, sequence, num_tokens)
             admitted.append(sequence)
         for sequence in admitted:
-            self._waiting.remove(sequence)
+            self._waiting.start(sequence)
             insort(self._prefilling, sequence, key=by_order)
 
     def _is_being_computed(self, sequence: SequenceState, draft: _Draft) -> bool:
@@ -568,9 +812,32 @@ class Scheduler:
         for group_id, block_ids in enumerate(sequence.block_table.block_ids):
             draft.appends.append(BlockAppend(group_id, slot, tuple(block_ids)))
 
-    def _submit(self, draft: _Draft, scheduled: list[ScheduledSequence]) -> StepPlan:
+    def _plan_trial(self, draft: _Draft, now_s: float) -> bool:
+        """Plan for the suspects whose turn it is what a step takes; return whether there is room for any.
+
+        They compute at least what the step that failed was to compute, over several steps if need be.
+        """
+        group = self._suspects.first
+        draft.budget_left = min(draft.budget_left, group.max_tokens)
+        for sequence in group.sequences:
+            if draft.budget_left == 0:
+                break
+            if sequence.status is SequenceStatus.WAITING:
+                matches = self._allocator.match_prefix(sequence)
+                if not self._free_slots or not self._allocator.take(sequence, matches, 0):
+                    break
+                self._enter_slot(draft, sequence, now_s)
+                insort(self._prefilling, sequence, key=by_order)
+            num_tokens = self._prompt_chunk(sequence, sequence.num_remaining_tokens, draft, others_want=False)
+            self._take_chunk(draft, sequence, num_tokens)
+        return bool(draft.prefills)
+
+    def _submit(
+        self, draft: _Draft, scheduled: list[ScheduledSequence], *, is_trial: bool = False
+    ) -> StepPlan:
         """Turn the draft into a plan in flight."""
         states = draft.decodes
+        num_decodes = len(states)
         sampling = states[:] if draft.prefills else states
         for sequence, num_tokens in draft.prefills:
             samples = sequence.num_remaining_tokens == 0
@@ -591,7 +858,8 @@ class Scheduler:
         )
         self._released_slots.clear()
         self._next_step_id += 1
-        self._in_flight.append(_InFlight(plan, states, sampling))
+        self._in_flight.append(_InFlight(plan, states, sampling, num_decodes, is_trial))
+        self._num_retried_steps += is_trial
         return plan
 
     # Accounting
@@ -627,6 +895,54 @@ class Scheduler:
             error=error,
         )
 
+    def _set_back(self, sequence: SequenceState, start: int) -> None:
+        """Take a sequence back to position `start`: what steps in flight compute of it from there is wrong.
+
+        It gives up slot and blocks, as by a preemption, and goes on with its known tokens.
+        """
+        if sequence.blocks_are_valid:
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, start)
+            self._allocator.register(sequence)
+            sequence.blocks_are_valid = False
+        self._num_replayed_sequences += sequence.accepts_output
+        sequence.accepts_output = False
+        if sequence.status is SequenceStatus.RUNNING:
+            sequence.status = SequenceStatus.PREEMPTED
+            self._num_releasing += 1
+
+    def _judge(self, entry: _InFlight, failed: list[SequenceState], error: StepFailed) -> list[TokenDelta]:
+        """Suspect the live sequences of a step that failed, or end the one that failed alone."""
+        max_tokens = self._budget
+        num_tokens = entry.plan.num_tokens
+        is_alone = len(entry.states) == 1
+        if isinstance(error, StepOutOfMemory):
+            max_tokens = max(1, num_tokens // 2)
+            self._step_limit = min(self._step_limit, max(max_tokens, SMALLEST_LIMIT))
+            self._num_kept_small = 0
+        if not failed:
+            return []
+        if not entry.is_trial:
+            self._suspects.add(failed, max_tokens)
+            had_failed_alone = False
+        else:
+            had_failed_alone = self._suspects.first.has_failed_alone
+            self._suspects.narrow(failed, max_tokens)
+        if not is_alone:
+            return []
+        # With too little memory it may do with a smaller step, as long as there is one.
+        fails_alone = num_tokens == 1 or not isinstance(error, StepOutOfMemory)
+        if had_failed_alone and fails_alone:
+            self._num_failed_alone += 1
+            self._num_failed_sequences += 1
+            self._num_replayed_sequences -= 1
+            return [self._end_with_error(failed[0], error)]
+        if self._suspects.first.sequences == failed:
+            self._suspects.first.has_failed_alone = had_failed_alone or fails_alone
+        return []
+
+    def _make_allocator(self) -> KVAllocator:
+        return KVAllocator(self._info.kv_groups, enable_prefix_caching=self._enable_prefix_caching)
+
     def _end_with_bad_logits(self, sequence: SequenceState, step_id: int) -> TokenDelta:
         # Where the first bad value came from is not known, so none of its blocks may serve another sequence.
         self._allocator.invalidate(sequence, 0)
@@ -637,6 +953,10 @@ class Scheduler:
     def _end(self, sequence: SequenceState) -> None:
         """Mark a live sequence as ended; its lists, slot and blocks are the caller's to see to."""
         del self._sequences[sequence.sequence_id]
+        sequence.note_end()
+        self._paused.discard(sequence.sequence_id)
+        if sequence.trial_len:
+            self._suspects.clear(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self._num_releasing += 1
         sequence.status = SequenceStatus.ENDED
@@ -653,10 +973,14 @@ class Scheduler:
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Take the slot and blocks of a running sequence back; it waits again with all its known tokens."""
-        self._leave_running(sequence)
-        sequence.status = SequenceStatus.PREEMPTED
         sequence.timeline.num_preemptions += 1
         self._num_preemptions += 1
+        self._put_back(sequence)
+
+    def _put_back(self, sequence: SequenceState) -> None:
+        """Let a running sequence wait again, or, paused, rest, once no step in flight mentions it."""
+        self._leave_running(sequence)
+        sequence.status = SequenceStatus.PREEMPTED
         self._num_releasing += 1
         self._release_if_unmentioned(sequence)
 
@@ -677,7 +1001,14 @@ class Scheduler:
         self._num_releasing -= 1
         sequence.slot = -1
         if status is SequenceStatus.PREEMPTED:
-            sequence.reset(self._allocator.num_groups)
+            self._wait_again(sequence)
+
+    def _wait_again(self, sequence: SequenceState) -> None:
+        """Let a sequence that has given up all it held wait for its turn, or, paused, rest."""
+        sequence.reset(self._allocator.num_groups)
+        if sequence.sequence_id in self._paused:
+            sequence.status = SequenceStatus.PAUSED
+        elif not sequence.trial_len:
             self._waiting.push(sequence)
 
 

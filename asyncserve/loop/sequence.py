@@ -19,13 +19,15 @@ from asyncserve.request import TokenizedRequest, TokenLogprobs
 class SequenceStatus(enum.Enum):
     """Where a sequence stands.
 
-    WAITING: holds nothing. RUNNING: holds a slot and blocks. PREEMPTED: as RUNNING, but will wait again once
-    its last step is applied. ENDED: as long as steps in flight mention it, it still holds slot and blocks.
+    WAITING: holds nothing; in the queue, or under suspicion. RUNNING: holds a slot and blocks. PREEMPTED: as
+    RUNNING, but will wait again once its last step is applied. PAUSED: holds nothing and does not wait, until
+    it is resumed. ENDED: as long as steps in flight mention it, it still holds slot and blocks.
     """
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
+    PAUSED = enum.auto()
     ENDED = enum.auto()
 
 
@@ -55,6 +57,7 @@ class SequenceState:
         row, -1 when it holds none. last_step_id: Last plan that mentions it, -1 before the first.
         accepts_output: Tokens of steps in flight count; false once ended, or preempted because they are
         wrong.
+        trial_len: Positions it must have computed to be suspected of failed steps no longer; 0 if it is not.
         blocks_are_valid: Its blocks hold what its tokens say; false after a failed step.
         block_digests: Chained digests of its full blocks, as far as computed; they survive preemption.
         num_registered_blocks: Leading blocks of the table whose digest was given to the prefix index.
@@ -83,6 +86,7 @@ class SequenceState:
         "timeline",
         "token_ids",
         "tokenized",
+        "trial_len",
     )
 
     def __init__(
@@ -111,6 +115,7 @@ class SequenceState:
             None if sampling.num_prompt_logprobs is None else []
         )
         self.last_step_id = -1
+        self.trial_len = 0
         self.reset(num_groups)
 
     def reset(self, num_groups: int) -> None:
@@ -123,6 +128,10 @@ class SequenceState:
         self.accepts_output = True
         self.blocks_are_valid = True
         self.block_table = BlockTable(num_groups)
+
+    def note_end(self) -> None:
+        """Write into the timeline what is only counted here while the sequence lives."""
+        self.timeline.num_output_tokens = len(self.token_ids) - self.prompt_len
 
     @property
     def num_remaining_tokens(self) -> int:

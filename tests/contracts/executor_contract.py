@@ -17,7 +17,7 @@ from typing import Protocol
 
 import pytest
 
-from asyncserve.errors import EngineStopped, InvariantError, StepFailed
+from asyncserve.errors import DeviceLost, EngineStopped, InvariantError, StepFailed
 from asyncserve.grammar import Grammar
 from asyncserve.request import SamplingParams
 from asyncserve.step import (
@@ -51,6 +51,9 @@ class DeviceUnderTest(Protocol):
     def fail_step(self, step_id: int) -> None:
         """Let a step that has not run yet raise on the device."""
 
+    def lose_device_at(self, step_id: int) -> None:
+        """Let a step that has not run yet be the device's last."""
+
 
 class PlanWriter:
     """Writes valid plans, one sequence each, for a few greedy sequences that fit without any scheduling."""
@@ -61,6 +64,12 @@ class PlanWriter:
         self._next_block_id = 1
         self._computed: dict[int, int] = {}
         self._num_blocks: dict[int, int] = {}
+
+    def reopen(self) -> None:
+        """Write plans for the device opened anew: its slots and blocks are free, step ids count on."""
+        self._next_block_id = 1
+        self._computed.clear()
+        self._num_blocks.clear()
 
     def admit(
         self, slot: int, token_ids: "array[int]" = PROMPT, *, grammar: Grammar | None = None
@@ -283,6 +292,62 @@ class ExecutorContract(ABC):
             assert await device.executor.start() == info
         tokens.extend((await device.executor.submit(writer.decode(0))).token_ids)
         assert tokens == expected
+
+    async def test_a_device_that_is_opened_anew_works_as_if_new(self, device: DeviceUnderTest) -> None:
+        expected = await undisturbed_tokens(self.make_device(), 0, 3)
+        info = await device.executor.start()
+        writer = PlanWriter(info)
+        await device.executor.submit(writer.admit(0, array("i", [3, 3, 3, 3, 3, 3])))
+        await device.executor.submit(writer.decode(0))
+        assert await device.executor.restart() == info
+        writer.reopen()
+        tokens = list((await device.executor.submit(writer.admit(0))).token_ids)
+        for _ in range(2):
+            tokens.extend((await device.executor.submit(writer.decode(0))).token_ids)
+        assert tokens == expected
+
+    async def test_no_step_runs_on_a_lost_device_until_it_is_opened_anew(
+        self, device: DeviceUnderTest
+    ) -> None:
+        expected = await undisturbed_tokens(self.make_device(), 0, 2)
+        writer = PlanWriter(await device.executor.start())
+        await device.executor.submit(writer.admit(1))
+        device.hold()
+        device.lose_device_at(1)
+        steps = [submit(device, writer.decode(1)), submit(device, writer.admit(0))]
+        device.release()
+        answers = await asyncio.gather(*steps, return_exceptions=True)
+        answers += await asyncio.gather(submit(device, writer.decode(1)), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [DeviceLost] * 3
+        await device.executor.restart()
+        writer.reopen()
+        tokens = list((await device.executor.submit(writer.admit(0))).token_ids)
+        tokens.extend((await device.executor.submit(writer.decode(0))).token_ids)
+        assert tokens == expected
+
+    async def test_a_step_that_hangs_is_given_up_when_the_device_is_opened_anew(
+        self, device: DeviceUnderTest
+    ) -> None:
+        expected = await undisturbed_tokens(self.make_device(), 0, 2)
+        writer = PlanWriter(await device.executor.start())
+        device.hold()
+        steps = [submit(device, writer.admit(1)), submit(device, writer.admit(0))]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        await device.executor.restart()
+        answers = await asyncio.gather(*steps, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [DeviceLost] * 2
+        device.release()
+        writer.reopen()
+        tokens = list((await device.executor.submit(writer.admit(0))).token_ids)
+        tokens.extend((await device.executor.submit(writer.decode(0))).token_ids)
+        assert tokens == expected
+
+    async def test_a_device_that_was_stopped_is_not_opened_anew(self, device: DeviceUnderTest) -> None:
+        await device.executor.start()
+        await device.executor.stop()
+        with pytest.raises(EngineStopped):
+            await device.executor.restart()
 
     async def test_stop_while_busy_leaves_no_step_unanswered(self, device: DeviceUnderTest) -> None:
         writer = PlanWriter(await device.executor.start())

@@ -34,11 +34,21 @@ class PlanRules:
         self._info = info
         self._rows: dict[int, _Row] = {}
         self._next_step_id = 0
+        self._least_step_id: int | None = None  # of the first plan after a restart
 
     @property
     def held_slots(self) -> frozenset[int]:
         """Slots admitted and not released by the plans seen so far."""
         return frozenset(self._rows)
+
+    def reopened(self) -> "PlanRules":
+        """Return the rules of plans after the device was opened anew: its rows are gone, step ids go on.
+
+        Those of plans that never came to it are missing.
+        """
+        rules = PlanRules(self._info)
+        rules._least_step_id = self._next_step_id
+        return rules
 
     def check(self, plan: StepPlan) -> None:
         """Take note of the next plan.
@@ -47,6 +57,9 @@ class PlanRules:
             PlanRuleBroken: It breaks a rule; the checker is of no use afterwards.
         """
         info = self._info
+        if self._least_step_id is not None:
+            self._next_step_id = max(self._least_step_id, plan.step_id)
+            self._least_step_id = None
         self._require(plan, plan.step_id == self._next_step_id, f"step_id should be {self._next_step_id}")
         self._next_step_id += 1
         self._require(plan, len(plan.sequences) > 0, "a plan schedules at least one sequence")

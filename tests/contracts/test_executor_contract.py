@@ -19,6 +19,9 @@ class FakeDevice:
     def fail_step(self, step_id: int) -> None:
         self.executor.fail(step_id)
 
+    def lose_device_at(self, step_id: int) -> None:
+        self.executor.lose_device_at(step_id)
+
 
 class TestFakeExecutor(ExecutorContract):
     def make_device(self) -> DeviceUnderTest:

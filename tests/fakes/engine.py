@@ -71,12 +71,16 @@ async def bench(
     info: ExecutorInfo | None = None,
     *,
     next_token: NextToken | None = None,
+    executor: Any = None,
     tokenizer: FakeTokenizer | None = None,
     settles: bool = True,
     **options: Any,
 ) -> AsyncIterator[Bench]:
-    """A started engine; at the end it must have nothing left, unless `settles` is false."""
-    executor = FakeExecutor(info or fake_info(vocab_size=VOCAB_SIZE), next_token=next_token)
+    """A started engine; at the end it must have nothing left, unless `settles` is false.
+
+    `executor`, if given, replaces the fake one that is made otherwise.
+    """
+    executor = executor or FakeExecutor(info or fake_info(vocab_size=VOCAB_SIZE), next_token=next_token)
     tokenizer = tokenizer or FakeTokenizer(vocab_size=VOCAB_SIZE)
     observer = RecordingObserver()
     engine = Engine(executor=executor, tokenizer=tokenizer, observer=observer, **options)
@@ -88,7 +92,8 @@ async def bench(
             await subject.settle()
     finally:
         await engine.stop()
-    assert executor.is_stopped
+    if isinstance(executor, FakeExecutor):
+        assert executor.is_stopped
     lanes = ("tokenize", "compile-grammar")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(lanes)]
 

@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from asyncserve.errors import EngineStopped, StepFailed
+from asyncserve.errors import AsyncserveError, DeviceLost, EngineStopped, StepFailed
 from asyncserve.kv_spec import FullAttention, KVGroup
 from asyncserve.request import TokenLogprobs
 from asyncserve.step import NO_TOKEN, ExecutorInfo, SlotAssignment, StepOutput, StepPlan
@@ -135,6 +135,17 @@ class FakeRunner:
             if check_plans
             else []
         )
+
+    def reopened(self) -> "FakeRunner":
+        """Return a runner for the same device, opened anew: rows and KV are gone."""
+        return FakeRunner(self.info, next_token=self._next_token, check_plans=self._checks)
+
+    def prompt_tokens(self, plan: StepPlan) -> set[int]:
+        """Return the tokens of the prompts of all sequences in the next plan."""
+        assigned = {slot: row.assignment for slot, row in self._rows.items()}
+        assigned.update({each.slot: each for each in plan.admitted})
+        rows = [assigned[sequence.slot] for sequence in plan.sequences]
+        return {token_id for row in rows for token_id in row.token_ids[: row.prompt_len]}
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Run the next plan."""
@@ -291,7 +302,14 @@ class FakeExecutor:
         self._rules = PlanRules(self.info) if check_plans else None
         self._pending: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
         self._failures: dict[int, str] = {}
+        self._culprits: dict[int, str] = {}
+        self._last_step_id: int | None = None
+        self._failing_from: tuple[int, str] | None = None
+        self._lost: DeviceLost | None = None
         self._is_held = False
+        self.num_restarts = 0
+        self.restart_error: AsyncserveError | None = None
+        """What `restart` raises."""
 
     @property
     def pending_step_ids(self) -> list[int]:
@@ -314,6 +332,9 @@ class FakeExecutor:
         if self.is_stopped:
             future.set_exception(EngineStopped("the executor has stopped"))
             return future
+        if self._lost is not None:
+            future.set_exception(self._lost)
+            return future
         if self._rules is not None:
             self._rules.check(plan)
             self._check_release_rule(plan)
@@ -329,6 +350,22 @@ class FakeExecutor:
     def graphs_pending(self) -> int:
         """None."""
         return 0
+
+    async def restart(self) -> ExecutorInfo:
+        """Forget rows and KV; steps that wait are lost, and later ones are held no more."""
+        if self.is_stopped:
+            raise EngineStopped("the executor has stopped")
+        self.lose_device("the device is opened anew")
+        self.num_restarts += 1
+        await asyncio.sleep(0)
+        if self.restart_error is not None:
+            raise self.restart_error
+        self._lost = None
+        self._is_held = False
+        self._runner = self._runner.reopened()
+        if self._rules is not None:
+            self._rules = self._rules.reopened()
+        return self.info
 
     async def stop(self) -> None:
         """Fail the steps that wait."""
@@ -361,14 +398,47 @@ class FakeExecutor:
         if self._is_held and self._pending and self._pending[0][0].step_id == step_id:
             self._finish_oldest()
 
+    def fail_from(self, step_id: int, message: str = "the fake device failed") -> None:
+        """Let this step and all behind it raise `StepFailed`, until `mend`: who is in them ends with it."""
+        self._failing_from = (step_id, message)
+
+    def mend(self) -> None:
+        """Let steps fail no longer."""
+        self._failing_from = None
+
+    def fail_with(self, token_id: int, message: str = "the fake device failed") -> None:
+        """Let every step raise `StepFailed` that computes a sequence whose prompt has this token."""
+        self._culprits[token_id] = message
+
+    def lose_device_at(self, step_id: int) -> None:
+        """Let a step that has not run yet be the device's last."""
+        self._last_step_id = step_id
+
+    def lose_device(self, message: str = "the fake device fell off the bus") -> None:
+        """Answer all steps that wait, and those that come, with `DeviceLost` until the restart."""
+        self._lost = DeviceLost(message)
+        while self._pending:
+            _, future = self._pending.popleft()
+            if not future.done():
+                future.set_exception(self._lost)
+                future.exception()
+
     def _finish_unless_held(self) -> None:
         if self._pending and not self._is_held:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
+        if self._pending[0][0].step_id == self._last_step_id:
+            self.lose_device()
+            return
         plan, future = self._pending.popleft()
         self.num_completed_steps += 1
         message = self._failures.pop(plan.step_id, None) if self._failures else None
+        if self._failing_from is not None and plan.step_id >= self._failing_from[0]:
+            message = self._failing_from[1]
+        if message is None and self._culprits:
+            held = self._runner.prompt_tokens(plan)
+            message = next((said for token_id, said in self._culprits.items() if token_id in held), None)
         if message is None:
             try:
                 output = self._runner.run(plan)

@@ -18,6 +18,7 @@ class RecordingObserver:
         self.finished: list[tuple[RequestTimeline, FinishReason]] = []
         self.rejected: list[Exception] = []
         self.lags_s: list[float] = []
+        self.stages: list[tuple[str, int, float, float]] = []
 
     @property
     def reasons(self) -> Counter[FinishReason]:
@@ -45,3 +46,6 @@ class RecordingObserver:
 
     def loop_lag(self, lag_s: float) -> None:
         self.lags_s.append(lag_s)
+
+    def stage_ran(self, stage: str, step_id: int, began_s: float, ended_s: float) -> None:
+        self.stages.append((stage, step_id, began_s, ended_s))

@@ -54,8 +54,11 @@ class ScriptedEngine:
         self._reason = reason
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def check_room(self, num_sequences: int) -> None:
-        """There is always room."""
+    def pause(self, request_id: str) -> None:
+        """Nothing is slow enough to be paused."""
+
+    def resume(self, request_id: str) -> None:
+        """Nothing is paused."""
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Answer a request."""
@@ -63,6 +66,11 @@ class ScriptedEngine:
         task = asyncio.get_running_loop().create_task(self._answer(request, sink))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def submit_all(self, requests: Sequence[Request], sinks: Sequence[OutputSink]) -> None:
+        """Answer all requests of a call: there is always room."""
+        for request, sink in zip(requests, sinks, strict=True):
+            self.submit(request, sink)
 
     async def _answer(self, request: Request, sink: OutputSink) -> None:
         sink.begin(PROMPT)

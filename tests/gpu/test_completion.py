@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from asyncserve.errors import StepFailed
+from asyncserve.errors import DeviceLost, StepFailed
 from asyncserve.gpu.completion import CompletionQueue, PendingOutput
 from asyncserve.gpu.device import CpuDevice
 from asyncserve.step import StepOutput
@@ -59,16 +59,57 @@ async def test_failure_of_a_later_step_does_not_overtake_an_earlier_result() -> 
 @pytest.mark.parametrize("device", [FakeDevice(), CpuDevice(num_threads=1)])
 async def test_error_that_surfaces_while_waiting_fails_that_step(device: FakeDevice | CpuDevice) -> None:
     def finish() -> StepOutput:
-        raise RuntimeError("an illegal memory access\nsecond line")
+        raise RuntimeError("an invalid argument\nsecond line")
 
     loop = asyncio.get_running_loop()
     queue = CompletionQueue(device, loop)
     future: asyncio.Future[StepOutput] = loop.create_future()
     event = device.record_event()
     queue.deliver(PendingOutput(step_id=3, event=event, sources=(), finish=finish), future)
-    with pytest.raises(StepFailed, match=r"^step 3 failed: RuntimeError: an illegal memory access$"):
+    with pytest.raises(StepFailed, match=r"^step 3 failed: RuntimeError: an invalid argument$"):
         await future
     await asyncio.to_thread(queue.close)
+
+
+@pytest.mark.parametrize("device", [FakeDevice(), CpuDevice(num_threads=1)])
+async def test_after_an_error_that_loses_the_device_no_step_is_answered_otherwise(
+    device: FakeDevice | CpuDevice,
+) -> None:
+    def finish() -> StepOutput:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nsecond line")
+
+    loop = asyncio.get_running_loop()
+    queue = CompletionQueue(device, loop)
+    futures: list[asyncio.Future[StepOutput]] = [loop.create_future() for _ in range(3)]
+    event = device.record_event()
+    queue.deliver(PendingOutput(step_id=3, event=event, sources=(), finish=finish), futures[0])
+    queue.deliver(pending(device, 4, 7), futures[1])
+    queue.deliver(StepFailed("no", step_id=5), futures[2])
+    for future in futures:
+        with pytest.raises(DeviceLost, match=r"^step 3 lost the device: RuntimeError: CUDA error: an ill"):
+            await future
+    await asyncio.to_thread(queue.close)
+    assert queue.lost is not None
+
+
+async def test_a_waiting_thread_that_something_unforeseen_ends_leaves_no_step_unanswered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def finish() -> StepOutput:
+        raise SystemExit
+
+    loop = asyncio.get_running_loop()
+    device = FakeDevice()
+    queue = CompletionQueue(device, loop)
+    futures: list[asyncio.Future[StepOutput]] = [loop.create_future() for _ in range(2)]
+    event = device.record_event()
+    queue.deliver(PendingOutput(step_id=0, event=event, sources=(), finish=finish), futures[0])
+    queue.deliver(pending(device, 1, 7), futures[1])
+    for future in futures:
+        with pytest.raises(DeviceLost, match="SystemExit"):
+            await future
+    await asyncio.to_thread(queue.close)
+    assert [record.message for record in caplog.records] == ["waiting for step 0 ended"]
 
 
 @pytest.fixture

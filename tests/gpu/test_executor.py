@@ -1,17 +1,21 @@
 import asyncio
 import dataclasses
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 
 from asyncserve.errors import (
     ConfigError,
+    DeviceLost,
     EngineStopped,
     NotReady,
     OutOfDeviceMemory,
     StartupError,
     StepFailed,
+    StepOutOfMemory,
 )
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.executor import ThreadExecutor
@@ -19,16 +23,17 @@ from asyncserve.gpu.runner import ModelRunner
 from asyncserve.step import Executor, ExecutorInfo, StepPlan
 from tests.contracts.executor_contract import DeviceUnderTest, ExecutorContract, PlanWriter, submit
 from tests.fakes.attention_model import AttentionModel, small_runner
+from tests.fakes.device import FakeDevice
 
 
 class _FailingModel(AttentionModel):
-    """Raises in the forward pass while told to."""
+    """Raises in the forward pass what it is told to."""
 
-    fails = False
+    error: Exception | None = None
 
     def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self.fails:
-            raise RuntimeError("the device said no")
+        if self.error is not None:
+            raise self.error
         return super().logits(hidden, out=out)
 
 
@@ -40,9 +45,9 @@ class _GatedDevice:
     def __init__(self) -> None:
         self._gate = threading.Event()
         self._gate.set()
-        self._failing: set[int] = set()
+        self._failing: dict[int, Exception] = {}
         self.thread_names: set[str] = set()
-        self.executor = ThreadExecutor(self._start)
+        self.executor = ThreadExecutor(self._start, left_behind_after_s=0.05)
 
     def _start(self) -> tuple[ModelRunner, ExecutorInfo]:
         device = self
@@ -52,7 +57,7 @@ class _GatedDevice:
             def run(self, plan: StepPlan) -> PendingOutput:
                 device.thread_names.add(threading.current_thread().name)
                 device._gate.wait()
-                model.fails = plan.step_id in device._failing
+                model.error = device._failing.get(plan.step_id)
                 return super().run(plan)
 
         device.thread_names.add(threading.current_thread().name)
@@ -66,7 +71,13 @@ class _GatedDevice:
         self._gate.set()
 
     def fail_step(self, step_id: int) -> None:
-        self._failing.add(step_id)
+        self._failing[step_id] = RuntimeError("the device said no")
+
+    def lose_device_at(self, step_id: int) -> None:
+        self._failing[step_id] = RuntimeError("CUDA error: device-side assert triggered")
+
+    def lack_memory_at(self, step_id: int) -> None:
+        self._failing[step_id] = torch.OutOfMemoryError("tried to allocate 7 GiB")
 
 
 class TestThreadExecutor(ExecutorContract):
@@ -91,6 +102,109 @@ async def test_failed_step_keeps_what_the_device_said() -> None:
         await device.executor.submit(writer.admit(0))
     await device.executor.stop()
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+async def test_a_step_that_lacked_memory_says_so() -> None:
+    device = _GatedDevice()
+    device.lack_memory_at(0)
+    writer = PlanWriter(await device.executor.start())
+    with pytest.raises(StepOutOfMemory, match="7 GiB"):
+        await device.executor.submit(writer.admit(0))
+    await device.executor.stop()
+
+
+async def _on_a_gpu(
+    error: Exception | None, gate: threading.Event, entered: threading.Event | None = None
+) -> tuple[ThreadExecutor, PlanWriter]:
+    """Return a started executor of a fake GPU, whose step 0 waits at the gate and then may raise."""
+
+    class GpuRunner(ModelRunner):
+        def run(self, plan: StepPlan) -> PendingOutput:
+            if plan.step_id == 0:
+                if entered is not None:
+                    entered.set()
+                gate.wait()
+                if error is not None:
+                    raise error
+            return super().run(plan)
+
+    executor = ThreadExecutor(
+        lambda: small_runner(num_slots=2, device=FakeDevice(), runner_class=GpuRunner),
+        left_behind_after_s=0.05,
+    )
+    return executor, PlanWriter(await executor.start())
+
+
+async def test_a_gpu_with_a_spoilt_context_is_left_to_the_next_process() -> None:
+    gate = threading.Event()
+    gate.set()
+    executor, writer = await _on_a_gpu(RuntimeError("CUDA error: an illegal memory access"), gate)
+    with pytest.raises(DeviceLost):
+        await executor.submit(writer.admit(0))
+    with pytest.raises(DeviceLost, match="only a new one can use it"):
+        await executor.restart()
+    await executor.stop()
+
+
+async def test_a_gpu_that_does_not_answer_is_left_to_the_next_process() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    executor, writer = await _on_a_gpu(None, gate, entered)
+    step = executor.submit(writer.admit(0))
+    await asyncio.to_thread(entered.wait)
+    with pytest.raises(DeviceLost, match="does not answer"):
+        await executor.restart()
+    with pytest.raises(DeviceLost):
+        await step
+    await executor.stop()  # waits no longer for it either
+    gate.set()
+
+
+async def test_a_gpu_that_answers_is_opened_anew_whatever_failed_on_it() -> None:
+    gate = threading.Event()
+    gate.set()
+    executor, writer = await _on_a_gpu(RuntimeError("no kernel image is available"), gate)
+    with pytest.raises(StepFailed):
+        await executor.submit(writer.admit(0))
+    await executor.restart()
+    writer.reopen()
+    assert len((await executor.submit(writer.admit(0))).token_ids) == 1
+    await executor.stop()
+
+
+async def test_a_device_thread_that_something_unforeseen_ends_answers_every_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class DyingRunner(ModelRunner):
+        def run(self, plan: StepPlan) -> PendingOutput:
+            raise SystemExit
+
+    executor = ThreadExecutor(lambda: small_runner(num_slots=2, runner_class=DyingRunner))
+    writer = PlanWriter(await executor.start())
+    steps = [executor.submit(writer.admit(0)), executor.submit(writer.admit(1))]
+    for step in steps:
+        with pytest.raises(DeviceLost, match="SystemExit"):
+            await step
+    with pytest.raises(DeviceLost, match="SystemExit"):
+        await executor.submit(writer.decode(0))
+    await executor.stop()
+    assert [record.message for record in caplog.records] == ["the device thread has ended"]
+
+
+async def test_a_restart_that_fails_leaves_an_executor_that_can_be_stopped() -> None:
+    num_starts = 0
+
+    def start() -> tuple[ModelRunner, ExecutorInfo]:
+        nonlocal num_starts
+        num_starts += 1
+        if num_starts == 2:
+            raise RuntimeError("the weights are gone")
+        return small_runner(num_slots=2)
+
+    executor = ThreadExecutor(start)
+    await executor.start()
+    with pytest.raises(StartupError, match="the weights are gone"):
+        await executor.restart()
+    await executor.stop()
 
 
 async def test_step_that_runs_while_stopping_finishes_and_the_one_behind_it_does_not_run() -> None:
@@ -216,3 +330,33 @@ async def test_start_that_nobody_awaits_any_more_still_lets_the_executor_stop() 
     assert not stopping.done()
     gate.set()
     await stopping
+
+
+@pytest.mark.parametrize("end", ["orderly", "by an error"])
+async def test_nothing_of_the_last_opening_is_held_when_the_device_is_opened_anew(end: str) -> None:
+    models: list[weakref.ref[AttentionModel]] = []
+    num_alive: list[int] = []
+
+    class EndingRunner(ModelRunner):
+        def run(self, plan: StepPlan) -> PendingOutput:
+            if end == "by an error" and plan.step_id == 0:
+                raise SystemExit
+            return super().run(plan)
+
+    def start() -> tuple[ModelRunner, ExecutorInfo]:
+        num_alive.append(sum(model() is not None for model in models))
+        model = AttentionModel({})
+        models.append(weakref.ref(model))
+        return small_runner(num_slots=2, model=model, runner_class=EndingRunner)
+
+    executor = ThreadExecutor(start)
+    writer = PlanWriter(await executor.start())
+    await asyncio.gather(executor.submit(writer.admit(0)), return_exceptions=True)
+    gc.collect()
+    gc.freeze()
+    try:
+        await executor.restart()
+    finally:
+        gc.unfreeze()
+        await executor.stop()
+    assert num_alive == [0, 0]

@@ -125,7 +125,11 @@ class FailingRunner(ModelRunner):
         assert isinstance(self._model, WatchedLlama | WatchedQwen3)
         fails = any(assignment.token_ids[0] == CULPRIT for assignment in plan.admitted)
         self._model.spoil = run_out_of_memory if fails else None
-        return super().run(plan)
+        pending = super().run(plan)
+        if fails:
+            # A replayed graph has no forward pass that could be spoilt: a smaller try may be one.
+            run_out_of_memory(self.device.torch_device)
+        return pending
 
 
 def start_failing(subject: Subject, *, captures: bool = True) -> tuple[ModelRunner, ExecutorInfo]:

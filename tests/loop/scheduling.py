@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from asyncserve.errors import StepFailed
-from asyncserve.loop.scheduler import Scheduler
+from asyncserve.loop.scheduler import Scheduler, StepDeltas
 from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import (
     FinishReason,
@@ -65,6 +65,13 @@ class Bench:
         self.timelines: dict[int, RequestTimeline] = {}
         self.tokenized: dict[int, TokenizedRequest] = {}
         self.aborted: set[int] = set()
+        self.culprits: dict[int, int] = {}
+        """Sequence id → the position whose computing lets every step fail."""
+        self.trials: list[set[int]] = []
+        """Whose steps were tried alone after a failure, in order."""
+        self.num_failed_steps = 0
+        self._holders: dict[int, int] = {}  # slot → sequence id
+        self._sequence_ids: dict[int, dict[int, int]] = {}  # step → sequence → positions computed by then
         self.now_s = 0.0
 
     def add(
@@ -74,6 +81,7 @@ class Bench:
         max_tokens: int = 4,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
         stop_token_ids: frozenset[int] = frozenset(),
         **sampling: int | None,
     ) -> int:
@@ -87,6 +95,7 @@ class Bench:
             arrival_s=self.now_s,
             priority=priority,
             cache_salt=cache_salt,
+            tenant=tenant,
         )
         tokenized = TokenizedRequest(
             request=request,
@@ -120,7 +129,19 @@ class Bench:
             mentioned = {sequence.slot for earlier in self.in_flight for sequence in earlier.sequences}
             assert not mentioned.intersection(plan.released_slots), "a step in flight uses a released slot"
             self.in_flight.append(plan)
+            self._note(plan)
         return plan
+
+    def _note(self, plan: StepPlan) -> None:
+        for assignment in plan.admitted:
+            self._holders[assignment.slot] = assignment.seed
+        self._sequence_ids[plan.step_id] = {
+            self._holders[sequence.slot]: sequence.start + sequence.num_tokens for sequence in plan.sequences
+        }
+
+    def sequence_ids(self, plan: StepPlan) -> set[int]:
+        """Return whom a plan computes."""
+        return set(self._sequence_ids[plan.step_id])
 
     def must_plan(self) -> StepPlan:
         plan = self.plan()
@@ -131,17 +152,37 @@ class Bench:
         """Run the oldest step and apply what it gave."""
         return self.apply_output(self.runner.run(self.in_flight.popleft()))
 
+    def advance(self, kind: type[StepFailed] = StepFailed) -> list[TokenDelta]:
+        """Run the oldest step and apply what it gave, or let it fail if a culprit is in it."""
+        lens = self._sequence_ids[self.in_flight[0].step_id]
+        if any(lens.get(culprit, -1) > position for culprit, position in self.culprits.items()):
+            return self.fail(kind)
+        return self.apply()
+
     def apply_output(self, output: StepOutput) -> list[TokenDelta]:
         self.now_s += 1.0
-        return self._deliver(self.scheduler.apply(output, self.now_s))
+        return self._deliver(_all_deltas(self.scheduler.apply(output, self.now_s)))
 
-    def fail(self) -> list[TokenDelta]:
+    def fail(self, kind: type[StepFailed] = StepFailed) -> list[TokenDelta]:
         """Let the oldest step fail."""
         plan = self.in_flight.popleft()
         self.runner.fail(plan)
         self.now_s += 1.0
-        error = StepFailed("out of order", step_id=plan.step_id)
-        return self._deliver(self.scheduler.fail(plan.step_id, error))
+        self.num_failed_steps += 1
+        error = kind("out of order", step_id=plan.step_id)
+        deltas = self._deliver(self.scheduler.fail(plan.step_id, error))
+        for delta in deltas:
+            assert delta.error is error
+            assert self.sequence_ids(plan) == {delta.sequence_id}, "only what fails alone ends"
+        return deltas
+
+    def lose_device(self) -> None:
+        """Let the device forget everything, and open it anew."""
+        self.in_flight.clear()
+        self.scheduler.lose_device()
+        self.scheduler.check()
+        self.runner = self.runner.reopened()
+        self.rules = self.rules.reopened()
 
     def step(self) -> tuple[StepPlan, list[TokenDelta]]:
         """Plan, run and apply one step, with none ahead."""
@@ -154,7 +195,7 @@ class Bench:
         while self.has_work:
             while (plan := self.plan()) is not None:
                 plans.append(plan)
-            self.apply()
+            self.advance()
         self.check_nothing_leaked()
         return plans
 
@@ -193,6 +234,15 @@ class Bench:
             if delta.finish_reason is not None:
                 received.end = delta
         return deltas
+
+
+def _all_deltas(given: StepDeltas) -> list[TokenDelta]:
+    """Return what a step gave as one delta a sequence."""
+    plain = [
+        TokenDelta(sequence.sequence_id, (token_id,), num_cached_tokens=sequence.num_cached_tokens)
+        for sequence, token_id in zip(given.sequences, given.token_ids, strict=True)
+    ]
+    return plain + given.deltas
 
 
 def lengths(plan: StepPlan) -> dict[int, int]:

@@ -19,7 +19,6 @@ from asyncserve.errors import (
     Overloaded,
     PromptTooLong,
     StartupError,
-    StepFailed,
 )
 from asyncserve.loop.engine import Engine
 from asyncserve.request import (
@@ -381,9 +380,9 @@ async def test_a_call_of_more_sequences_than_may_ever_wait_is_refused_for_good_w
         with pytest.raises(InvalidRequest, match=r"6 sequences are asked for at once; .* at most 5 wait"):
             b.send("x", n=6)
         with pytest.raises(InvalidRequest, match="9 sequences"):
-            b.engine.check_room(9)
+            b.engine.check_room([request("x", str(number)) for number in range(9)])
         assert [type(error) for error in b.observer.rejected] == [InvalidRequest] * 2
-        b.engine.check_room(5)
+        b.engine.check_room([request("x", str(number)) for number in range(5)])
 
 
 # ---- aborts --------------------------------------------------------------------------------------------
@@ -558,24 +557,6 @@ async def test_a_sink_that_raises_ends_its_own_request_alone(
         assert len(broken.outputs) == (1 if where == "put" else 0)
         assert b.observer.reasons == {FinishReason.ERROR: 2, FinishReason.LENGTH: 1}
     assert [record.message for record in caplog.records] == ["output could not be delivered"]
-
-
-async def test_a_step_that_fails_ends_its_own_sequences_and_the_server_goes_on() -> None:
-    async with bench() as b:
-        first = await b.send("first", "first").wait()
-        failing_step = len(b.executor.plans)
-        b.executor.fail(failing_step, "the device hiccuped")
-        second = await b.send("second", "second").wait()
-        answer = second.choice()
-        assert answer.finish_reason is FinishReason.ERROR
-        assert isinstance(answer.error, StepFailed)
-        assert answer.error.step_id == failing_step
-        third = await b.send("second", "third").wait()
-        assert third.choice().token_ids == expected_tokens("second", 6)
-        assert first.choice().finish_reason is FinishReason.LENGTH
-        assert b.observer.reasons == {FinishReason.LENGTH: 2, FinishReason.ERROR: 1}
-        assert b.engine.failure is None
-        assert len(b.observer.steps) == len(b.executor.plans) - 1
 
 
 async def test_a_stage_that_dies_ends_the_engine_and_tells_everyone(

@@ -200,6 +200,26 @@ async def test_channels_never_hold_more_steps_than_may_be_unapplied() -> None:
             assert 1 <= channels[name].peak <= 3
 
 
+async def test_plans_that_admit_many_are_not_made_in_one_turn() -> None:
+    async with bench(MANY_SLOTS) as b:
+        b.executor.hold()
+        sinks = [b.send("x", str(i), max_tokens=2) for i in range(80)]
+        await b.until(lambda: len(b.tokenizer.encoding_threads) == 80)
+        await b.turn()
+        b.executor.complete()
+        b.executor.complete()
+        plans_per_turn = []
+        for _ in range(12):
+            num_plans = len(b.executor.plans)
+            await asyncio.sleep(0)
+            plans_per_turn.append([len(plan.admitted) for plan in b.executor.plans[num_plans:]])
+        assert sorted(plan for plans in plans_per_turn for plan in plans)[-2:] == [32, 32]
+        assert max(map(len, plans_per_turn)) == 1
+        b.executor.resume()
+        for sink in sinks:
+            await sink.wait()
+
+
 # ---- what is reported ----------------------------------------------------------------------------------
 
 
@@ -281,6 +301,7 @@ async def test_statistics_count_what_runs_and_what_waits() -> None:
             "requests",
             "encoded",
             "arrivals",
+            "resumed",
             "plans",
             "launched",
             "completions",

@@ -10,7 +10,7 @@ from asyncserve.errors import (
     PromptTooLong,
     StepFailed,
 )
-from asyncserve.loop.scheduler import MAX_DEFERRED
+from asyncserve.loop.scheduler import MAX_ADMITTED, MAX_DEFERRED
 from asyncserve.observer import RequestTimeline
 from asyncserve.request import FinishReason
 from asyncserve.step import BAD_LOGITS, StepOutput
@@ -665,24 +665,29 @@ def test_an_abort_of_a_preempted_sequence_in_flight_leaves_nothing_behind() -> N
 # Failed steps
 
 
-def test_sequences_of_a_failed_step_end_with_its_error_and_others_go_on() -> None:
+def test_sequences_of_a_failed_step_go_on_from_their_known_tokens_and_others_wait_for_them() -> None:
     bench = Bench(fake_info(num_slots=2))
-    bench.add(prompt(5), max_tokens=4)
-    bench.add(prompt(5, 50), max_tokens=4)
-    bench.add(prompt(5, 90), max_tokens=4)
+    for first in (0, 50, 90):
+        bench.add(prompt(5, first), max_tokens=4)
+    bench.step()
     bench.must_plan()
     bench.must_plan()
-    deltas = bench.fail()
-    assert [(delta.sequence_id, delta.finish_reason) for delta in deltas] == [
-        (0, FinishReason.ERROR),
-        (1, FinishReason.ERROR),
-    ]
-    assert isinstance(deltas[0].error, StepFailed)
-    assert bench.statistics().num_running == 2, "step 1 still mentions them"
-    assert bench.apply() == []
+    assert bench.fail() == []
+    assert bench.statistics().num_running == 2, "step 2 still mentions them"
+    assert bench.plan() is None, "suspects are tried with nothing else in flight"
+    assert bench.apply() == [], "its tokens came from garbage"
+    plans = [bench.must_plan()]
+    assert [bench.sequence_ids(plan) for plan in plans] == [{0}]
+    bench.apply()
+    plan, _ = bench.step()
+    assert bench.sequence_ids(plan) == {1}
     bench.run()
-    assert bench.tokens_of(0) == bench.tokens_of(1) == []
-    assert bench.tokens_of(2) == expected(prompt(5, 90), 4)
+    for sequence_id, first in enumerate((0, 50, 90)):
+        assert bench.tokens_of(sequence_id) == expected(prompt(5, first), 4)
+    statistics = bench.statistics()
+    assert (statistics.num_failed_steps, statistics.num_retried_steps) == (1, 2)
+    assert (statistics.num_replayed_sequences, statistics.num_failed_sequences) == (2, 0)
+    assert statistics.num_preemptions == 0
 
 
 def test_blocks_of_a_failed_step_are_not_found_and_earlier_ones_are() -> None:
@@ -691,9 +696,9 @@ def test_blocks_of_a_failed_step_are_not_found_and_earlier_ones_are() -> None:
     bench.step()
     bench.must_plan()
     bench.fail()
-    bench.add(prompt(17), max_tokens=2)
     plan, _ = bench.step()
     assert plan.sequences[0].start == 8
+    bench.add(prompt(17), max_tokens=2)
     bench.run()
     assert bench.tokens_of(1) == expected(prompt(17), 2)
 
@@ -706,6 +711,7 @@ def test_a_block_that_a_failed_decode_step_should_have_completed_is_not_found() 
     tokens = bench.tokens_of(0)
     plan = bench.must_plan()
     assert plan.sequences[0].start == 7, "the last position of the second block"
+    bench.abort(0)
     bench.fail()
     bench.add([*prompt(6), *tokens, 9, 9], max_tokens=3)
     bench.run()
@@ -725,7 +731,7 @@ def test_a_sequence_that_read_blocks_of_a_failed_step_computes_again() -> None:
     bench.run()
     assert bench.received[reader].finish_reason is FinishReason.LENGTH
     assert bench.tokens_of(reader) == expected([*prompt(8), 70, 71, 72, 73, 74], 3)
-    assert bench.received[0].finish_reason is FinishReason.ERROR
+    assert bench.tokens_of(0) == expected(prompt(9), 3)
 
 
 def test_an_aborted_sequence_in_a_failed_step_gets_no_error() -> None:
@@ -853,3 +859,31 @@ def test_the_device_gets_a_copy_of_the_tokens_so_that_it_may_read_it_while_the_h
     bench.add(prompt(3))
     plan, _ = bench.step()
     assert plan.admitted[0].token_ids == array("i", prompt(3))
+
+
+def test_a_burst_of_short_prompts_is_admitted_over_several_plans() -> None:
+    bench = Bench(fake_info(num_slots=2 * MAX_ADMITTED, num_blocks=500, max_num_batched_tokens=1000))
+    for i in range(2 * MAX_ADMITTED):
+        bench.add([i, i])
+    assert len(bench.must_plan().admitted) == MAX_ADMITTED
+    plan = bench.must_plan()
+    assert len(plan.admitted) == MAX_ADMITTED
+    assert len(plan.sequences) == 2 * MAX_ADMITTED, "those that run go on beside"
+
+
+def test_sequences_that_got_a_token_and_nothing_else_are_named_beside_the_deltas() -> None:
+    bench = Bench(async_scheduling=False)
+    first, second = bench.add([1, 2], max_tokens=4), bench.add([3, 4, 5], max_tokens=2)
+    seen = []
+    for _ in range(4):
+        bench.must_plan()
+        output = bench.runner.run(bench.in_flight.popleft())
+        given = bench.scheduler.apply(output, 1.0)
+        plain = [state.sequence_id for state in given.sequences]
+        others = [delta.sequence_id for delta in given.deltas]
+        seen.append((plain, others))
+        told = dict(zip(plain, given.token_ids, strict=True))
+        told |= {delta.sequence_id: delta.token_ids[0] for delta in given.deltas}
+        assert [told[each] for each in (first, second) if each in told] == list(output.token_ids)
+    # The first token brings counts, the last the end.
+    assert seen == [([], [first, second]), ([first], [second]), ([first], []), ([], [first])]

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from asyncserve.errors import StepFailed, StepOutOfMemory
 from asyncserve.request import FinishReason
 from tests.fakes.executor import fake_continuation, fake_info, fake_logprobs
 from tests.loop.scheduling import Bench
@@ -39,6 +40,8 @@ def simulate(seed: int) -> dict[str, int]:
     limit = min(max_model_len, capacity, 1000 if chunked else info.max_num_batched_tokens + 10)
     shared = [[rng.randrange(VOCAB) for _ in range(64)] for _ in range(2)]
     failure_rate = rng.choice([0.0, 0.0, 0.05, 0.2])
+    loss_rate = rng.choice([0.0, 0.0, 0.0, 0.02])
+    culprit_rate = rng.choice([0.0, 0.0, 0.2])
     abort_rate = rng.choice([0.0, 0.0, 0.02, 0.1])
     num_left = rng.randint(5, 25)
 
@@ -57,7 +60,7 @@ def simulate(seed: int) -> dict[str, int]:
         max_tokens = rng.randint(1, limit - prompt_len)
         stop = frozenset(rng.sample(range(VOCAB), rng.choice([0, 1, 3])))
         for _ in range(rng.choice([1, 1, 3])):
-            bench.add(
+            sequence_id = bench.add(
                 prompt,
                 max_tokens=max_tokens,
                 min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
@@ -67,8 +70,10 @@ def simulate(seed: int) -> dict[str, int]:
                 num_prompt_logprobs=rng.choice([None, None, None, 2]),
                 num_logprobs=rng.choice([None, None, 1]),
             )
+            if rng.random() < culprit_rate:
+                bench.culprits[sequence_id] = rng.randrange(prompt_len + max_tokens)
 
-    num_failed_steps = 0
+    num_losses = 0
     while num_left or bench.has_work:
         action = rng.random()
         if bench.received and rng.random() < abort_rate:
@@ -79,11 +84,13 @@ def simulate(seed: int) -> dict[str, int]:
             planned = bench.plan()
             assert planned is not None or bench.in_flight or not bench.has_work
         elif bench.in_flight:
-            if rng.random() < failure_rate:
-                bench.fail()
-                num_failed_steps += 1
+            if rng.random() < loss_rate:
+                bench.lose_device()
+                num_losses += 1
+            elif rng.random() < failure_rate:
+                bench.fail(rng.choice([StepFailed, StepOutOfMemory]))
             else:
-                bench.apply()
+                bench.advance()
     bench.check_nothing_leaked()
 
     num_cached = 0
@@ -110,14 +117,16 @@ def simulate(seed: int) -> dict[str, int]:
         else:
             assert received.prompt_logprobs == []
         if received.finish_reason is FinishReason.ERROR:
-            assert num_failed_steps
+            # `Bench.fail` has seen that a step of it alone failed.
+            assert failure_rate or sequence_id in bench.culprits
         elif sequence_id not in bench.aborted:
             assert received.token_ids == expected
             assert received.finish_reason is reason
     return {
         "preemptions": bench.statistics().num_preemptions,
         "cached": num_cached,
-        "failed_steps": num_failed_steps,
+        "failed_steps": bench.num_failed_steps,
+        "losses": num_losses,
         "aborts": len(bench.aborted),
     }
 
@@ -129,7 +138,7 @@ def test_random_life_gives_every_sequence_its_tokens_and_leaks_nothing(seed: int
 
 @pytest.mark.slow
 def test_many_random_lives_meet_everything_that_can_happen() -> None:
-    total = dict.fromkeys(("preemptions", "cached", "failed_steps", "aborts"), 0)
+    total = dict.fromkeys(("preemptions", "cached", "failed_steps", "losses", "aborts"), 0)
     for seed in range(1000, 1060):
         try:
             counts = simulate(seed)

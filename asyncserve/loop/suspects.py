@@ -1,0 +1,98 @@
+"""The sequences of steps that failed, in groups to be tried: one of a group may be what makes a step fail.
+
+Takes the sequences of a failed step and says whose turn it is to be computed in a step of its own. A group
+whose step fails is halved, until the one is found that fails alone, and twice so, for a fault may pass: a
+culprit among n costs at most 2 * ceil(log2(n)) + 1 such steps, and those of innocents give them their tokens.
+Pure; plans nothing, knows no device.
+
+A sequence is under suspicion while its `trial_len` is not 0; it is then in one group (`check`).
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from asyncserve.errors import InvariantError
+from asyncserve.loop.sequence import SequenceState
+
+
+@dataclass(slots=True, eq=False)
+class SuspectGroup:
+    """Sequences, at least one, to be computed in a step of their own of at most `max_tokens` tokens.
+
+    `has_failed_alone`: It is one, and a step of it alone has failed.
+    """
+
+    sequences: list[SequenceState]
+    max_tokens: int
+    has_failed_alone: bool = False
+
+
+class Suspects:
+    """Every sequence under suspicion, in the order in which they are tried."""
+
+    def __init__(self) -> None:
+        self._groups: deque[SuspectGroup] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return (sequence for group in self._groups for sequence in group.sequences)
+
+    @property
+    def first(self) -> SuspectGroup:
+        """The group whose turn it is; there must be one."""
+        return self._groups[0]
+
+    def add(self, sequences: Sequence[SequenceState], max_tokens: int) -> None:
+        """Suspect sequences, whose `trial_len` is set; two halves of them are tried after all others.
+
+        Args:
+            sequences: Of a step that failed, under suspicion in no group.
+            max_tokens: Most tokens of a step that tries them.
+        """
+        self._groups.extend(_halves(sequences, max_tokens))
+
+    def narrow(self, sequences: Sequence[SequenceState], max_tokens: int) -> None:
+        """Note that a step of these suspects alone failed; the two halves of them are tried next.
+
+        Args:
+            sequences: All of one group.
+            max_tokens: Most tokens of a step that tries them.
+        """
+        for sequence in sequences:
+            self._take_out(sequence)
+        self._groups.extendleft(reversed(_halves(sequences, max_tokens)))
+
+    def clear(self, sequence: SequenceState) -> None:
+        """Suspect a sequence no longer: a step of it went well, or it has ended."""
+        self._take_out(sequence)
+        sequence.trial_len = 0
+
+    def check(self) -> None:
+        """Verify the invariants; for tests.
+
+        Raises:
+            InvariantError: One does not hold.
+        """
+        ids = [sequence.sequence_id for sequence in self]
+        if len(set(ids)) != len(ids) or any(sequence.trial_len < 1 for sequence in self):
+            raise InvariantError("a suspect is in one group")
+        if not all(group.sequences for group in self._groups):
+            raise InvariantError("a group of suspects is not empty")
+
+    def _take_out(self, sequence: SequenceState) -> None:
+        for group in self._groups:
+            if sequence in group.sequences:
+                group.sequences.remove(sequence)
+                if not group.sequences:
+                    self._groups.remove(group)
+                return
+        raise InvariantError(f"sequence {sequence.sequence_id} is not under suspicion")
+
+
+def _halves(sequences: Sequence[SequenceState], max_tokens: int) -> list[SuspectGroup]:
+    middle = (len(sequences) + 1) // 2
+    parts = (list(sequences[:middle]), list(sequences[middle:]))
+    return [SuspectGroup(part, max_tokens) for part in parts if part]
