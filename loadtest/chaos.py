@@ -34,12 +34,12 @@ SETTLE_S = 10.0
 """How long the server may take to notice that everybody has left."""
 
 GAUGES_AT_REST = {
-    "running": r"^asyncserve:num_requests_running(?:\{[^}]*\})? (\S+)",
-    "waiting": r"^asyncserve:num_requests_waiting(?:\{[^}]*\})? (\S+)",
-    "share of KV blocks in use": r"^asyncserve:kv_cache_usage_perc(?:\{[^}]*\})? (\S+)",
-    "unapplied steps": r"^asyncserve:unapplied_steps(?:\{[^}]*\})? (\S+)",
+    "running": "num_requests_running",
+    "waiting": "num_requests_waiting",
+    "share of KV blocks in use": "kv_cache_usage_perc",
+    "unapplied steps": "unapplied_steps",
 }
-"""What must be 0 when nobody is served → where /metrics says it."""
+"""What must be 0 when nobody is served → its metric, without prefix."""
 
 BAD_BODIES: Sequence[tuple[str, bytes]] = (
     ("truncated JSON", b'{"prompt": "abc", "max_tok'),
@@ -244,8 +244,8 @@ async def gauges(client: Client) -> dict[str, float]:
     """Return what /metrics says of `GAUGES_AT_REST`."""
     page = (await client.ask("GET", "/metrics")).body.decode()
     values = {}
-    for name, pattern in GAUGES_AT_REST.items():
-        found = re.search(pattern, page, re.MULTILINE)
+    for name, metric in GAUGES_AT_REST.items():
+        found = re.search(rf"^asyncserve:{metric}(?:\{{[^}}]*\}})? (\S+)", page, re.MULTILINE)
         if found is None:
             raise ValueError(f"/metrics does not show {name}")
         values[name] = float(found[1])
@@ -293,7 +293,7 @@ async def mistreat(arguments: argparse.Namespace) -> int:
     if await _reference(client) != expected:
         tally.complaints["the same greedy request gives another text than before"] += 1
     client.close()
-    idle_share = await _idle_share(arguments.pid, arguments.idle_seconds) if arguments.pid else None
+    idle_share = await measured_idle_share(arguments.pid, arguments.idle_seconds) if arguments.pid else None
     if idle_share is not None and idle_share > arguments.max_idle_percent:
         tally.complaints[f"idle, the server takes {idle_share:.1f} % of a core"] += 1
     _print(tally, at_rest, idle_share)
@@ -324,7 +324,7 @@ def late_health(times_ms: Sequence[float], limit_ms: float) -> str | None:
     return f"/health took over {limit_ms:g} ms {told}"
 
 
-async def _idle_share(pid: int, seconds: float) -> float:
+async def measured_idle_share(pid: int, seconds: float) -> float:
     """Return the percentage of one core that a process takes over so many seconds."""
     process = psutil.Process(pid)
     before = process.cpu_times()

@@ -155,6 +155,12 @@ def command(
     return parts
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def running(
     model: str,
@@ -164,10 +170,13 @@ def running(
     log: Path,
     module: Sequence[str] = ("asyncserve",),
     environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[ServerProcess]:
-    """Run a server for the duration of the block, on the given cores, or any; its log goes to a file."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    """Run a server for the duration of the block, on the given cores, or any; its log goes to a file.
+
+    Without a port it gets a free one.
+    """
+    port = free_port() if port is None else port
     with log.open("wb") as output, on_cores(cores):
         started_s = time.perf_counter()
         process = subprocess.Popen(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _READY = re.compile(r"ready on (\S+) after")
 class ServerProcess:
     """`python -m asyncserve` with its log, listening on a free port, on the CPU wherever it runs."""
 
-    def __init__(self, model: Path | str, *options: str) -> None:
+    def __init__(self, model: Path | str, *options: str, environ: Mapping[str, str] | None = None) -> None:
         self._lines: list[str] = []
         self._ready = threading.Event()
         self.url = ""
@@ -33,7 +33,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environ or {})},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -86,12 +86,14 @@ class ServerProcess:
     def post(self, path: str, body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
 
-    def metric(self, name: str) -> float:
-        """Return the sum of a metric's samples, whatever their labels."""
-        pattern = re.compile(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
-        values = pattern.findall(self.get("/metrics").text)
-        assert values, f"no metric {name}"
-        return sum(map(float, values))
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that have these labels, whatever their others."""
+        pattern = re.compile(rf"^{re.escape(name)}(?:\{{([^}}]*)\}})? (\S+)$", re.MULTILINE)
+        wanted = {f'{label}="{value}"' for label, value in labels.items()}
+        samples = pattern.findall(self.get("/metrics").text)
+        values = [float(value) for own, value in samples if wanted <= set(own.split(","))]
+        assert values, f"no metric {name} with {labels}"
+        return sum(values)
 
     def wait_idle(self, timeout_s: float = 20.0) -> None:
         """Wait until nothing runs, waits or holds a block."""
@@ -108,8 +110,10 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def running_server(model: Path | str, *options: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(model, *options)
+def running_server(
+    model: Path | str, *options: str, environ: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    server = ServerProcess(model, *options, environ=environ)
     try:
         yield server.wait_ready()
     finally:

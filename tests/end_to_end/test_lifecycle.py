@@ -25,10 +25,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OPTIONS = (*TINY, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB")
+
+
 @pytest.fixture
 def server(model: Path) -> Iterator[ServerProcess]:
-    options = ("--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB")
-    with running_server(model, *TINY, *options) as server:
+    """A server that the test ends."""
+    with running_server(model, *OPTIONS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lasting_server(model: Path) -> Iterator[ServerProcess]:
+    """One for all tests that leave it as it was."""
+    with running_server(model, *OPTIONS) as server:
         yield server
 
 
@@ -76,7 +86,10 @@ def test_second_signal_stops_at_once(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_everything(server: ServerProcess, stream: bool) -> None:
+def test_a_client_that_leaves_frees_everything(lasting_server: ServerProcess, stream: bool) -> None:
+    server = lasting_server
+    num_aborted = server.metric("asyncserve:request_success_total", finished_reason="abort")
+    num_tokens = server.metric("asyncserve:generation_tokens_total")
     body = json.dumps({**ask(30000), "stream": stream}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -88,11 +101,26 @@ def test_a_client_that_leaves_frees_everything(server: ServerProcess, stream: bo
         while server.metric("asyncserve:num_requests_running") == 0:
             pass
     server.wait_idle()
-    assert 'finished_reason="abort"' in server.get("/metrics").text
-    assert server.metric("asyncserve:generation_tokens_total") < 30000
+    assert server.metric("asyncserve:request_success_total", finished_reason="abort") == num_aborted + 1
+    assert server.metric("asyncserve:generation_tokens_total") < num_tokens + 30000
 
 
-def test_many_clients_at_once_all_get_their_tokens(server: ServerProcess) -> None:
+def test_the_live_page_is_there_and_its_feed_tells_of_the_engine(lasting_server: ServerProcess) -> None:
+    assert lasting_server.get("/").headers["Content-Type"] == "text/html; charset=utf-8"
+    assert lasting_server.post("/v1/completions", ask(5)).status_code == 200
+    lasting_server.wait_idle()
+    with httpx.stream("GET", lasting_server.url + "/pipeline/events", timeout=30) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: snapshot"
+        snapshot = json.loads(next(lines).removeprefix("data: "))
+    totals = dict(zip(snapshot["total_fields"], snapshot["state"]["totals"], strict=True))
+    assert totals["output_tokens"] >= 5
+    assert [step[1] for step in snapshot["steps"] if step[1]], "a prompt was computed"
+
+
+def test_many_clients_at_once_all_get_their_tokens(lasting_server: ServerProcess) -> None:
+    server = lasting_server
+    num_tokens = server.metric("asyncserve:generation_tokens_total")
     counts: list[int] = []
 
     def run() -> None:
@@ -108,7 +136,7 @@ def test_many_clients_at_once_all_get_their_tokens(server: ServerProcess) -> Non
         thread.join()
     assert len(counts) == 24
     server.wait_idle()
-    assert server.metric("asyncserve:generation_tokens_total") == 24 * 50
+    assert server.metric("asyncserve:generation_tokens_total") == num_tokens + 24 * 50
 
 
 @pytest.mark.parametrize(
@@ -151,8 +179,8 @@ def test_an_unknown_architecture_names_the_known_ones(model: Path, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_a_taken_port_is_named(server: ServerProcess, model: Path) -> None:
-    port = server.url.rsplit(":", 1)[1]
+def test_a_taken_port_is_named(lasting_server: ServerProcess, model: Path) -> None:
+    port = lasting_server.url.rsplit(":", 1)[1]
     done = subprocess.run(
         [*COMMAND, "--model", str(model), "--host", "127.0.0.1", "--port", port],
         capture_output=True,

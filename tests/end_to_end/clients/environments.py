@@ -4,6 +4,7 @@ A Python client's environment lies over the one the tests run in: what is instal
 seen from it, and only what is missing or has another version is installed, from a file with every version.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,15 +37,14 @@ def client_python(name: str) -> Path:
     requirements = HERE / "requirements" / f"{name}.txt"
     home = _home(name, requirements.read_bytes() + sys.version.encode())
     python = home / "bin" / "python"
-    if not (home / "complete").exists():
-        shutil.rmtree(home, ignore_errors=True)
-        venv.create(home, with_pip=True, symlinks=True)
-        library = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
-        (library / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        # The list is whole, and some of it replaces what lies below: nothing is to be resolved.
-        install = ["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-        _run([str(python), *install, "-r", str(requirements)])
-        (home / "complete").touch()
+    with _being_made(home) as is_missing:
+        if is_missing:
+            venv.create(home, with_pip=True, symlinks=True)
+            library = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+            (library / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            # The list is whole, and some of it replaces what lies below: nothing is to be resolved.
+            install = ["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+            _run([str(python), *install, "-r", str(requirements)])
     return python
 
 
@@ -52,13 +54,12 @@ def node_client() -> Path:
         pytest.skip("node and npm are not installed")
     source = HERE / "node"
     home = _home("node", (source / "package-lock.json").read_bytes())
-    if not (home / "complete").exists():
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir(parents=True)
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(source / name, home)
-        _run(["npm", "ci", "--no-audit", "--no-fund", "--silent"], cwd=home)
-        (home / "complete").touch()
+    with _being_made(home) as is_missing:
+        if is_missing:
+            home.mkdir()
+            for name in ("package.json", "package-lock.json"):
+                shutil.copy(source / name, home)
+            _run(["npm", "ci", "--no-audit", "--no-fund", "--silent"], cwd=home)
     return home
 
 
@@ -69,6 +70,19 @@ def run_client(command: list[str], *, cwd: Path, timeout_s: float = 240.0, **env
 
 def _home(name: str, what: bytes) -> Path:
     return ROOT / f"{name}-{hashlib.sha256(what).hexdigest()[:12]}"
+
+
+@contextmanager
+def _being_made(home: Path) -> Iterator[bool]:
+    """Tell whether an environment is still to be made; another process that needs it waits meanwhile."""
+    ROOT.mkdir(exist_ok=True)
+    with (ROOT / f"{home.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_missing = not (home / "complete").exists()
+        if is_missing:
+            shutil.rmtree(home, ignore_errors=True)
+        yield is_missing
+        (home / "complete").touch()
 
 
 def _run(

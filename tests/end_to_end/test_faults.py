@@ -1,0 +1,66 @@
+"""Faults in a real server: answers go on over them, and a device that is lost for good ends the process."""
+
+import concurrent.futures
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.server_process import TINY, running_server
+from tests.fakes.tiny_model import tiny_llama_folder
+from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+OPTIONS = (*TINY, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB", "--dtype", "float32")
+PROMPTS = [f"request {number}" for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_llama_folder(tmp_path_factory.mktemp("tiny"))
+    write_tiny_tokenizer(folder, vocab_size=320)
+    return folder
+
+
+def ask(prompt: str, num_tokens: int = 40) -> dict[str, object]:
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+
+
+def test_answers_over_every_kind_of_fault_are_those_of_an_undisturbed_server(model: Path) -> None:
+    faults = "fail-step=300,oom-step=320,lose-device=340,hang-step=360:60s,tokenizer=poison"
+    environ = {"ASYNCSERVE_FAULTS": faults}
+    with (
+        running_server(model, *OPTIONS, "--step-timeout", "1.5", environ=environ) as server,
+        concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as clients,
+    ):
+        undisturbed = [server.post("/v1/completions", ask(prompt)).json() for prompt in PROMPTS]
+        poisoned = server.post("/v1/completions", ask("a poisoned prompt"))
+        for _ in range(3):
+            answers = clients.map(lambda prompt: server.post("/v1/completions", ask(prompt)), PROMPTS)
+            for answer, expected in zip(answers, undisturbed, strict=True):
+                assert answer.json()["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+        assert poisoned.status_code == 500
+        assert server.metric("asyncserve:failed_steps_total") == 2
+        assert server.metric("asyncserve:device_restarts_total") == 2
+        assert server.metric("asyncserve:failed_sequences_total") == 0
+        assert server.metric("asyncserve:replayed_sequences_total") > 2
+        assert server.get("/health").json()["num_device_restarts"] == 2
+        assert "FAULTS ARE INJECTED ON PURPOSE" in server.log
+        server.wait_idle()
+
+
+def test_a_device_that_is_lost_for_good_ends_the_process_with_status_70(model: Path) -> None:
+    environ = {"ASYNCSERVE_FAULTS": "lose-device=8"}
+    with running_server(model, *OPTIONS, "--max-device-restarts", "0", environ=environ) as server:
+        answer = server.post("/v1/completions", ask("x"))
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "engine_stopped"
+        assert server.wait() == 70
+        assert "start the server anew" in server.log
