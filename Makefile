@@ -1,5 +1,6 @@
 # make run: serve the demo model.  make test: all tests and checks.  `make` alone lists the rest.
-# Nothing is installed outside $(VENV) and models/; a second run skips what is done.
+# Nothing is installed outside $(VENV) and models/, but Debian's chromium by tests that root runs where there is
+# none; a second run skips what is done.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,21 +16,26 @@ ARGS ?=
 LOAD_ARGS ?=
 URL ?= http://127.0.0.1:$(PORT)
 SCENARIO ?= smoke
+# Further options of monitoring.prometheus, as on its command line.
+MONITOR_ARGS ?=
 # Further options of pytest. Coverage is measured, and must suffice, when all tests run: without any.
 PYTEST_ARGS ?=
+# Processes that share all tests; tests named by PYTEST_ARGS run in one.
+WORKERS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PIP_ROOT_USER_ACTION := ignore
 PIP := $(VENV)/bin/python -m pip install
 
-.PHONY: help run model test check lint test-gpu load wheel clean
+.PHONY: help run model test check lint test-gpu load monitor wheel clean
 
 help:
 	@echo 'make run       serve $(MODEL) on port $(PORT)  (MODEL=, PORT=, ARGS="--max-num-seqs 8")'
 	@echo 'make test      format, lint, types and all tests that need no GPU, with their coverage'
 	@echo 'make check     format, lint, types, architecture'
 	@echo 'make test-gpu  the tests that need a GPU'
+	@echo 'make monitor   Prometheus on port 9090, scraping $(URL)  (URL=, API_KEY in the environment)'
 	@echo 'make load      load test of $(URL)  (URL=, SCENARIO=$(SCENARIO), LOAD_ARGS=, see loadtest/scenarios)'
 	@echo 'make model     fetch the demo model    make wheel  build dist/*.whl    make clean  remove $(VENV)'
 
@@ -38,11 +44,10 @@ run: $(VENV)/.run $(filter $(DEMO),$(MODEL))
 
 model: $(DEMO)
 
-# The device side is not measured, and Triton's interpreter takes twice as long while it is watched.
 test: lint $(DEMO)
 ifeq ($(PYTEST_ARGS),)
-	$(VENV)/bin/python -m pytest -m 'not gpu' tests/gpu
-	$(VENV)/bin/python -m pytest -m 'not gpu' --ignore=tests/gpu --cov --cov-report=term-missing:skip-covered
+	$(VENV)/bin/python -m pytest -m 'not gpu' -n $(WORKERS) --dist worksteal \
+	    --cov --cov-report=term-missing:skip-covered
 else
 	$(VENV)/bin/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
 endif
@@ -57,6 +62,9 @@ lint: $(VENV)/.test
 
 test-gpu: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
+
+monitor: $(VENV)/.run
+	@exec $(VENV)/bin/python -m monitoring.prometheus --url $(URL) $(MONITOR_ARGS)
 
 load: $(VENV)/.test
 	$(VENV)/bin/python -m loadtest --url $(URL) --scenario $(SCENARIO) --results loadtest/results/load.jsonl \

@@ -1,7 +1,7 @@
 """`asyncserve` and `python -m asyncserve`: command line → `ServerConfig` → uvloop → `serve` or `run_batch`.
 
-Exit status 0 after an orderly stop, 1 when the server could not start or failed, 2 when an option is wrong;
-`run_batch` says what else a batch may end with.
+Exit status 0 after an orderly stop, 1 when the server could not start or failed, 2 when an option is wrong,
+70 when the device was lost for good; `run_batch` says what else a batch may end with.
 A wrong option or a failed start is one message on stderr, never a traceback. Once requests are answered, two
 commands to try are printed on stdout.
 """

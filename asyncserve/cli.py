@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 import yaml
 
 import asyncserve
-from asyncserve.config import GROUPS, BatchConfig, ServerConfig
+from asyncserve.config import FAULTS_VARIABLE, GROUPS, BatchConfig, ServerConfig
 from asyncserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -220,6 +220,8 @@ def _environment_arguments(environ: Mapping[str, str], kind: type[ServerConfig])
     kinds = _value_kinds(kind)
     for variable, value in environ.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if variable == FAULTS_VARIABLE:
+            continue
         if not variable.startswith(ENVIRONMENT_PREFIX) or (not value and name not in _secrets()):
             continue
         if name not in kinds:

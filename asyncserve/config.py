@@ -13,10 +13,13 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from asyncserve.errors import ConfigError
 
+FAULTS_VARIABLE = "ASYNCSERVE_FAULTS"
+"""Environment variable of `asyncserve.faults`: no option, because no server should be run with it."""
 GROUPS: Mapping[str, str] = {
     "model": "Model",
     "max_num_seqs": "Engine",
     "host": "HTTP server",
+    "metrics_compat": "Monitoring",
     "input_file": "Batch",
 }
 """Headings of `--help`, each by the first option that stands under it."""
@@ -73,16 +76,26 @@ class ServerConfig:
     """Split long prompts over several steps."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step; 0 for no limit but the step's."""
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """fcfs: in order of arrival. priority: lower priority numbers first, then arrival."""
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
+    """fcfs: in order of arrival. priority: lower priority numbers first, then arrival. fair: the API key
+    first whose requests were given the fewest tokens."""
     async_scheduling: bool = True
     """Plan one step ahead of the device."""
     max_num_queued_requests: int = 2048
     """Most sequences waiting for a slot, preempted ones included (a request with n = 3 counts three times). A
     call that would exceed it gets 429, one that alone is larger gets 400."""
+    max_num_queued_tokens: int | None = None
+    """Most tokens of these sequences, estimated (one for 4 characters) until a prompt is encoded. A call that
+    would exceed it gets 429, unless nothing waits. Default: no bound."""
     grammar_compile_timeout: float = 10.0
     """Seconds that compiling one structured output (a JSON schema, a grammar) may take; above it that request
     gets 400."""
+    step_timeout: float = 300.0
+    """Seconds a step may take, compiling kernels included. One that takes longer counts as a lost device: a
+    CPU is opened anew and running requests go on from where they were; with a GPU the process ends with
+    status 70. 0 for no limit."""
+    max_device_restarts: int = 3
+    """Most times within an hour that a lost device is opened anew; then the process ends with status 70."""
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
     enforce_eager: bool = False
@@ -130,10 +143,25 @@ class ServerConfig:
     """Most bytes of a request line, and of a request's headers together; above it clients get 431."""
     max_header_count: int = 128
     """Most headers of a request; above it clients get 431."""
+    max_connections: int | None = None
+    """Most open connections; further ones get 503 and are closed. Default: what the limit of open files
+    leaves, which is raised as far as it goes."""
+    timeout_keep_alive: float = 75.0
+    """Seconds that a connection without a request stays open."""
+    request_timeout: float | None = None
+    """Seconds that any answer may take, from the request to its last token; above it the request is ended
+    with 504, or, in a stream, with an error event. Clients can ask for fewer by the header X-Request-Timeout.
+    Default: no limit."""
+    sse_keep_alive_interval: float = 15.0
+    """Seconds without an event after which a stream gets a comment (a ping in Anthropic's API), so that
+    nobody on the way takes it for dead; before the first event, too, and the status is then 200 whatever
+    comes. 0 for never."""
     disable_access_log: bool = False
     """Log no line for each request."""
     disable_access_log_for_endpoints: tuple[str, ...] = ()
     """Paths, separated by commas or spaces, whose requests are not logged."""
+    disable_live_page: bool = False
+    """Serve no page at /, nor the state of the pipeline that it shows."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, llama3_json, llama4_pythonic, mistral, mistral_args, pythonic,
     none, or auto to tell it by the chat template."""
@@ -145,6 +173,9 @@ class ServerConfig:
     thread busy for long: only for trusted clients."""
     max_logprobs: int = 20
     """Most log-probabilities a client may ask for with each token."""
+    stream_interval: int | None = None
+    """Tokens of a stream that go into one write, each in an event of its own; the first goes at once.
+    Default: one, and under load those of 4 ms."""
     max_body_bytes: int = 4 * 1024 * 1024
     """Largest request body; above it clients get 413."""
     response_store_size: int = 1000
@@ -158,6 +189,14 @@ class ServerConfig:
     """Seconds without a finished step, while there is work, after which /health turns 503."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages to log."""
+
+    metrics_compat: Literal["none", "vllm"] = "none"
+    """vllm: /metrics also has vLLM's names, for dashboards, autoscalers and routers made for it."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that gets a trace of each request, such as
+    http://localhost:4318/v1/traces or grpc://localhost:4317. Needs the extra: pip install asyncserve[otel]."""
+    trace_steps: str | None = None
+    """File that gets a timeline of every step (loop, device thread, device, waiter), for ui.perfetto.dev."""
 
     @classmethod
     def engine_options(cls) -> tuple[str, ...]:
@@ -301,10 +340,18 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "num_gpu_blocks_override": (2, math.inf),
     "long_prefill_token_threshold": (0, math.inf),
     "max_num_queued_requests": (1, math.inf),
+    "max_num_queued_tokens": (1, math.inf),
+    "max_connections": (1, math.inf),
+    "timeout_keep_alive": (0.001, math.inf),
+    "request_timeout": (0.001, math.inf),
+    "sse_keep_alive_interval": (0, math.inf),
     "grammar_compile_timeout": (0.001, 3600),
+    "step_timeout": (0, math.inf),
+    "max_device_restarts": (0, math.inf),
     "num_threads": (1, math.inf),
     "port": (0, 65535),
     "max_logprobs": (0, math.inf),
+    "stream_interval": (1, math.inf),
     "max_body_bytes": (1, math.inf),
     "response_store_size": (0, math.inf),
     "response_store_bytes": (0, math.inf),

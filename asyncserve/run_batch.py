@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from asyncserve.http.batch_file import (
 )
 from asyncserve.http.serving import REQUEST_ID_HEADER
 from asyncserve.loop.engine import Engine
+from asyncserve.metrics.exposition import new_registry, render
 from asyncserve.observer import NullObserver, RequestTimeline
 from asyncserve.serve import (
     StopRequests,
@@ -101,7 +103,7 @@ async def _run(
         checkpoint,
         api_keys=(),
         api_key_file=None,
-        metrics_renderer=bytes,
+        metrics_renderer=partial(render, new_registry()),
         on_rejected=lambda error: None,
     )
     runner = make_runner(app)

@@ -7,7 +7,6 @@ readiness, and drains on SIGTERM. Decides nothing about requests, steps or bytes
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import platform
@@ -16,7 +15,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib import metadata
@@ -24,28 +23,46 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
+from asyncserve.allocator import share_one_heap
 from asyncserve.checkpoint import Checkpoint, open_checkpoint
-from asyncserve.config import ServerConfig
-from asyncserve.errors import CheckpointError, ConfigError, InvalidRequest
-from asyncserve.http.app import build_app, make_runner
+from asyncserve.config import FAULTS_VARIABLE, ServerConfig
+from asyncserve.errors import CheckpointError, ConfigError, DeviceLost, InvalidRequest
+from asyncserve.faults import Faults, parse_faults
+from asyncserve.garbage import collect_in_peace, settle_collector
+from asyncserve.http.app import GENERATING_ROUTES, build_app, make_runner
 from asyncserve.http.auth import KeyFile
-from asyncserve.http.connection import HeaderLimits
+from asyncserve.http.connection import ConnectionBound, HeaderLimits
 from asyncserve.http.cross_origin import CrossOrigin
 from asyncserve.http.file_watch import FileWatch
+from asyncserve.http.live_page.recorder import PipelineRecorder
+from asyncserve.http.open_files import max_connections, raise_limit
 from asyncserve.http.tls import Tls, TlsFiles
 from asyncserve.loop.engine import Engine
 from asyncserve.loop.grammar import import_library
 from asyncserve.loop.tokenizer import load_tokenizer
-from asyncserve.metrics.collector import EngineCollector
-from asyncserve.metrics.observer import PrometheusObserver, new_registry, render
-from asyncserve.observer import Observer
+from asyncserve.metrics.collector import EngineCollector, TracingCollector
+from asyncserve.metrics.exposition import new_registry, render
+from asyncserve.metrics.http_traffic import HttpTraffic
+from asyncserve.metrics.observer import PrometheusObserver
+from asyncserve.metrics.vllm_names import VllmNames
+from asyncserve.observer import Observer, ObserverGroup
 from asyncserve.request import SamplingParams
-from asyncserve.step import Executor
+from asyncserve.step import Executor, ExecutorInfo
+from asyncserve.tracing.otlp import TraceExporter
+from asyncserve.tracing.requests import RequestTracer
+from asyncserve.tracing.steps import StepTrace
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
+EXIT_DEVICE_LOST = 70
+"""The device was lost and could not be opened again: a supervisor should start the server anew."""
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
+"""There where an NVIDIA GPU can be used."""
+IDLE_LOOK_S = 10.0
+"""How often it is looked whether garbage may be collected."""
 STOP_LIMIT_S = 10.0
 """How long the device may take for the step it is in when everything is to stop."""
 CPU_LIBRARIES = {
@@ -82,22 +99,29 @@ def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
         os.environ.setdefault(name, value)
     # Imported here: it brings torch, which takes seconds and which a bad option should not have to wait for.
     from asyncserve.gpu.executor import ThreadExecutor
+    from asyncserve.gpu.runner import ModelRunner
     from asyncserve.gpu.startup import start_runner
 
-    return ThreadExecutor(
-        lambda: start_runner(
+    offered: list[ExecutorInfo] = []
+
+    def open_runner() -> tuple[ModelRunner, ExecutorInfo]:
+        # Opened anew, it must offer what requests were admitted for, whatever memory is free by then.
+        max_model_len, num_blocks = config.max_model_len, config.num_gpu_blocks_override
+        if offered:
+            max_model_len, num_blocks = offered[0].max_model_len, offered[0].kv_groups[0].num_blocks
+        runner, info = start_runner(
             checkpoint,
             device=config.device,
             dtype=config.dtype,
             load_format=config.load_format,
-            max_model_len=config.max_model_len,
+            max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_len=config.block_size,
             kv_cache_dtype=config.kv_cache_dtype,
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            num_gpu_blocks_override=config.num_gpu_blocks_override,
+            num_gpu_blocks_override=num_blocks,
             attention_backend=config.attention_backend,
             enforce_eager=config.enforce_eager,
             graph_sizes=config.cudagraph_capture_sizes,
@@ -106,10 +130,15 @@ def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
             async_scheduling=config.async_scheduling,
             enable_chunked_prefill=config.enable_chunked_prefill,
         )
-    )
+        offered[:] = [info]
+        return runner, info
+
+    return ThreadExecutor(open_runner)
 
 
-def build_engine(config: ServerConfig, checkpoint: Checkpoint, observer: Observer) -> Engine:
+def build_engine(
+    config: ServerConfig, checkpoint: Checkpoint, observer: Observer, faults: Faults | None = None
+) -> Engine:
     """Make the engine with its tokenizer and device side; `Engine.start` loads the model."""
     tokenizer_source = checkpoint
     if config.tokenizer is not None:
@@ -120,16 +149,22 @@ def build_engine(config: ServerConfig, checkpoint: Checkpoint, observer: Observe
             needs_weights=False,
         )
     tokenizer = load_tokenizer(tokenizer_source, chat_template=config.chat_template, model=checkpoint)
+    executor = build_executor(config, checkpoint)
+    if faults is not None:
+        executor, tokenizer = faults.around_executor(executor), faults.around_tokenizer(tokenizer)
     return Engine(
-        executor=build_executor(config, checkpoint),
+        executor=executor,
         tokenizer=tokenizer,
         observer=observer,
         max_num_queued_requests=config.max_num_queued_requests,
+        max_num_queued_tokens=config.max_num_queued_tokens,
         policy=config.scheduling_policy,
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         async_scheduling=config.async_scheduling,
+        step_timeout_s=config.step_timeout,
+        max_device_restarts=config.max_device_restarts,
         grammar_compile_timeout_s=config.grammar_compile_timeout,
         seed=config.seed,
     )
@@ -162,8 +197,10 @@ def build_http(
     *,
     api_keys: Sequence[str],
     api_key_file: KeyFile | None,
-    metrics_renderer: Callable[[], bytes],
+    metrics_renderer: Callable[[], Awaitable[bytes]],
     on_rejected: Callable[[Exception], None],
+    traffic: HttpTraffic | None = None,
+    pipeline_recorder: PipelineRecorder | None = None,
 ) -> web.Application:
     """Make the HTTP application over an engine, as the options say."""
     return build_app(
@@ -188,12 +225,17 @@ def build_http(
         ],
         server_info=describe(config),
         max_logprobs=config.max_logprobs,
+        stream_interval=config.stream_interval,
         max_body_bytes=config.max_body_bytes,
         response_store_size=config.response_store_size,
         response_store_bytes=config.response_store_bytes,
         health_timeout_s=config.health_timeout,
+        request_timeout_s=config.request_timeout,
+        keep_alive_s=config.sse_keep_alive_interval,
         metrics_renderer=metrics_renderer,
         on_rejected=on_rejected,
+        traffic=traffic,
+        pipeline_recorder=pipeline_recorder,
     )
 
 
@@ -225,6 +267,11 @@ def build_tls(config: ServerConfig) -> Tls | None:
     )
 
 
+def will_compute_on_cpu(config: ServerConfig) -> bool:
+    """Return whether steps will run on a CPU, as far as can be told before torch is loaded."""
+    return config.device == "cpu" or (config.device == "auto" and not NVIDIA_DRIVER.exists())
+
+
 async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
     """Run the server until a signal or a failure ends it.
 
@@ -233,13 +280,17 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         on_ready: Called once with the base URL when requests are answered.
 
     Returns:
-        Exit status: 0 after a drain, 1 if the engine failed.
+        Exit status: 0 after a drain, 1 if the engine failed, `EXIT_DEVICE_LOST` if it did because the device
+        was lost for good (then by ending the process: what a lost device's thread does cannot be waited for).
 
     Raises:
         StartupError: The server cannot start.
     """
     configure_logging(config.log_level)
     started_s = time.monotonic()
+    if will_compute_on_cpu(config):
+        share_one_heap()  # no other thread has begun yet
+    faults = injected_faults(os.environ)
     tls = await asyncio.to_thread(build_tls, config)
     key_file = None
     if config.api_key_file is not None:
@@ -247,14 +298,29 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     checkpoint = await asyncio.to_thread(open_model, config)
     model_names = config.served_model_name or (config.model,)
     registry = new_registry()
-    observer = PrometheusObserver(registry, model_name=model_names[0])
-    engine = await asyncio.to_thread(build_engine, config, checkpoint, observer)
+    counted = PrometheusObserver(registry, model_name=model_names[0])
+    observer = ObserverGroup([counted])
+    recorder = None if config.disable_live_page else PipelineRecorder(time.monotonic)
+    if recorder is not None:
+        observer.add(recorder)
+    engine = await asyncio.to_thread(build_engine, config, checkpoint, observer, faults)
     cache_config = {
         "block_size": config.block_size,
         "cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": config.enable_prefix_caching,
     }
-    registry.register(EngineCollector(engine.statistics, model_names[0], cache_config))
+    state = EngineCollector(engine.statistics, model_names[0], cache_config)
+    registry.register(state)
+    if config.metrics_compat == "vllm":
+        registry.register(VllmNames([counted, state]))
+    bound = ConnectionBound(max_connections(raise_limit(), config.max_connections))
+    if config.max_connections is not None and bound.max_connections != config.max_connections:
+        logger.warning("max_connections: the limit of open files leaves only %d", bound.max_connections)
+    traffic = HttpTraffic(
+        model_names[0], GENERATING_ROUTES, lambda: num_connections(runner), lambda: bound.num_refused
+    )
+    registry.register(traffic)
+    close_tracing = await asyncio.to_thread(start_tracing, config, observer, registry)
 
     app = build_http(
         config,
@@ -262,20 +328,25 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         checkpoint,
         api_keys=config.api_key,
         api_key_file=key_file,
-        metrics_renderer=lambda: render(registry),
+        metrics_renderer=partial(render, registry),
         on_rejected=observer.request_rejected,
+        traffic=traffic,
+        pipeline_recorder=recorder,
     )
     runner = make_runner(
         app,
         shutdown_timeout_s=config.shutdown_timeout,
         limits=HeaderLimits(num_bytes=config.max_header_bytes, count=config.max_header_count),
+        bound=bound,
+        keepalive_timeout_s=config.timeout_keep_alive,
     )
     await runner.setup()
     watches = []
     if tls is not None and config.enable_ssl_refresh:
-        watches.append(await asyncio.to_thread(FileWatch, tls.files.paths, tls.refresh))
+        watches.append(await asyncio.to_thread(FileWatch, tls.files.paths, faults.around_read(tls.refresh)))
     if key_file is not None:
-        watches.append(await asyncio.to_thread(FileWatch, [key_file.path], key_file.reload))
+        reload_keys = faults.around_read(key_file.reload)
+        watches.append(await asyncio.to_thread(FileWatch, [key_file.path], reload_keys))
     watching = [asyncio.create_task(watch.run(), name="file-watch") for watch in watches]
     stop_requests = StopRequests()
     stop_requests.install()
@@ -291,10 +362,8 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
             os._exit(EXIT_FAILURE)
         await starting
         await importing
-        # What lives now lives for good: the collector need not look at it again. A full collection over
-        # everything loaded costs 20-50 ms, which every running stream would feel.
-        gc.collect()
-        gc.freeze()
+        settle_collector()
+        watching.append(asyncio.create_task(_collect_when_idle(engine), name="collect-garbage"))
         logger.info("ready on %s after %.1f s", url, time.monotonic() - started_s)
         if on_ready is not None:
             on_ready(url)
@@ -309,8 +378,66 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         for task in watching:
             task.cancel()
         await stop_serving(engine, runner, now=stop_requests.second.is_set())
+        for close in close_tracing:
+            await asyncio.to_thread(close)
         stop_requests.uninstall()
+        if isinstance(engine.failure, DeviceLost):
+            logger.critical("ending with status %d: start the server anew", EXIT_DEVICE_LOST)
+            logging.shutdown()
+            os._exit(EXIT_DEVICE_LOST)
         logger.info("stopped")
+
+
+def injected_faults(environ: Mapping[str, str]) -> Faults:
+    """Read which faults are to be injected: none, unless the environment asks for it.
+
+    Raises:
+        ConfigError: They are not written as they should be.
+    """
+    text = environ.get(FAULTS_VARIABLE, "")
+    faults = parse_faults(text)
+    if faults != Faults():
+        logger.warning("FAULTS ARE INJECTED ON PURPOSE (%s): %s", FAULTS_VARIABLE, text)
+    return faults
+
+
+def start_tracing(
+    config: ServerConfig, observer: ObserverGroup, registry: CollectorRegistry
+) -> list[Callable[[], None]]:
+    """Start what writes down single requests and steps, as the options say, and return what ends it.
+
+    Raises:
+        ConfigError: Where they are to be written to cannot be used.
+    """
+    closers: list[Callable[[], None]] = []
+    model_name = (config.served_model_name or (config.model,))[0]
+    if config.otlp_traces_endpoint is not None:
+        exporter = TraceExporter(config.otlp_traces_endpoint, model_name=model_name)
+        observer.add(RequestTracer(exporter.take))
+        registry.register(TracingCollector(exporter, model_name))
+        closers.append(exporter.close)
+    if config.trace_steps is not None:
+        try:
+            trace = StepTrace(config.trace_steps)
+        except OSError as error:
+            raise ConfigError(f"trace_steps: cannot write {config.trace_steps}: {error.strerror}") from error
+        observer.add(trace)
+        closers.append(trace.close)
+    return closers
+
+
+async def _collect_when_idle(engine: Engine) -> None:
+    """Collect garbage now and then, while nothing waits or runs."""
+    while True:
+        await asyncio.sleep(IDLE_LOOK_S)
+        statistics = engine.statistics()
+        if statistics.num_running == 0 and statistics.num_waiting == 0:
+            collect_in_peace()
+
+
+def num_connections(runner: web.AppRunner) -> int:
+    """Return how many clients are connected."""
+    return 0 if runner.server is None else len(runner.server.connections)
 
 
 async def _drain(
@@ -438,3 +565,5 @@ def configure_logging(level: str) -> None:
         # The libraries' own chatter at INFO is not about this server.
         for name in ("asyncio", "urllib3", "httpx", "huggingface_hub", "transformers"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        # Some lines for every try while a collector of traces is down; `tracing` says it once.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)

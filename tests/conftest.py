@@ -1,21 +1,47 @@
-"""What every test gets: both event loops, a guard against blocking calls, fixed seeds, no hurry."""
+"""What every test gets: both event loops, a guard against blocking calls, fixed seeds, no hurry.
+
+Run by several processes at once, each of them, and each server it starts, computes in one thread.
+"""
 
 import asyncio
 import inspect
+import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import blockbuster
 import hypothesis
 import pytest
 import uvloop
 
+UNMEASURED = (
+    "architecture",
+    "end_to_end",
+    "gpu",
+    "http/openapi/test_conformance.py",
+    "http/parsers/test_properties.py",
+    "loadtest",
+)
+"""Tests that run unwatched: what they cover is not measured, or covered by others too, and being watched
+doubles the time that they take."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let hypothesis judge what a property says, and not how long it takes on a busy machine."""
+    """Let hypothesis judge what a property says, not how long it takes; keep workers to a thread each."""
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("unhurried")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Keep coverage out of the tests that it is not measured by."""
+    here = Path(__file__).parent
+    for item in items:
+        if any(item.path.is_relative_to(here / place) for place in UNMEASURED):
+            item.add_marker(pytest.mark.no_cover)
 
 
 def pytest_asyncio_loop_factories(

@@ -67,7 +67,7 @@ def test_every_option_is_a_flag_with_dashes_or_underscores() -> None:
             assert negated == read("m", f"--no-{option.name.replace('_', '-')}")
         elif kept is None and option.name not in NOT_ALONE:
             for flag in (f"--{option.name}", f"--{option.name.replace('_', '-')}"):
-                assert str(getattr(read("m", flag, "7"), option.name)) == "7"
+                assert float(getattr(read("m", flag, "7"), option.name)) == 7
 
 
 def test_underscores_in_values_stay() -> None:

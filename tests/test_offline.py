@@ -11,7 +11,9 @@ import torch
 
 from asyncserve import LLM, SamplingParams
 from asyncserve.errors import ConfigError, EngineStopped, InvalidRequest, PromptTooLong
+from asyncserve.observer import NullObserver, RequestTimeline
 from asyncserve.offline import Completion
+from asyncserve.request import FinishReason
 from tests.fakes.tiny_model import tiny_llama_folder
 from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
@@ -34,6 +36,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(model: Path) -> Iterator[LLM]:
     with LLM(str(model), dtype="float32", device="cpu", kv_cache_memory_bytes=1 << 22) as llm:
         yield llm
+
+
+def test_an_observer_that_raises_keeps_no_prompt_from_its_answer(model: Path) -> None:
+    class BrokenObserver(NullObserver):
+        def request_finished(self, timeline: RequestTimeline, reason: FinishReason) -> None:
+            raise ZeroDivisionError("a bug in the observer")
+
+        def request_rejected(self, error: Exception) -> None:
+            raise ZeroDivisionError("a bug in the observer")
+
+    with LLM(str(model), device="cpu", kv_cache_memory_bytes=1 << 22, observer=BrokenObserver()) as llm:
+        assert len(tokens(llm.generate(["a", "b"], GREEDY, progress=False))) == 2
+        with pytest.raises(PromptTooLong):
+            llm.generate([[5] * 100_000], GREEDY, progress=False)
 
 
 def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:

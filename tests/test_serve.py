@@ -1,12 +1,17 @@
 import asyncio
 import dataclasses
+import json
 import os
+from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from asyncserve.config import ServerConfig
-from asyncserve.errors import CheckpointError
-from asyncserve.serve import CPU_LIBRARIES, build_executor, default_sampling
+from asyncserve.errors import CheckpointError, ConfigError
+from asyncserve.metrics.exposition import new_registry
+from asyncserve.observer import ObserverGroup
+from asyncserve.serve import CPU_LIBRARIES, build_executor, default_sampling, start_tracing
 from tests.gpu.test_startup import dummy_checkpoint
 
 
@@ -65,3 +70,29 @@ def test_cpu_libraries_are_told_what_suits_a_server_unless_somebody_has_said_oth
     monkeypatch.delenv(name)
     build_executor(config, dummy_checkpoint())
     assert os.environ[name] == CPU_LIBRARIES[name]
+
+
+def test_traces_and_timeline_are_written_where_the_options_say(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    config = ServerConfig(
+        model="m", trace_steps=str(path), otlp_traces_endpoint="http://127.0.0.1:1/v1/traces"
+    )
+    observer, registry = ObserverGroup(), new_registry()
+    closers = start_tracing(config, observer, registry)
+    observer.stage_ran("plan", 3, 1.0, 2.0)
+    for close in closers:
+        close()
+    assert json.loads(path.read_bytes())[-1]["args"] == {"step": 3}
+    assert b'asyncserve:traced_requests_total{engine="0",model_name="m"' in generate_latest(registry)
+
+
+def test_nothing_is_traced_unless_it_is_asked_for() -> None:
+    registry = new_registry()
+    assert start_tracing(ServerConfig(model="m"), ObserverGroup(), registry) == []
+    assert generate_latest(registry) == b""
+
+
+def test_a_timeline_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+    config = ServerConfig(model="m", trace_steps=str(tmp_path / "nowhere" / "steps.json"))
+    with pytest.raises(ConfigError, match=r"trace_steps: cannot write .*No such file"):
+        start_tracing(config, ObserverGroup(), new_registry())

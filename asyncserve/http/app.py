@@ -6,7 +6,7 @@ with the settings streaming needs. Neither listens nor starts anything: that is 
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -17,9 +17,11 @@ from asyncserve.http.auth import OPEN_PATHS, KeyFile, require_key
 from asyncserve.http.body import BODY_TIMEOUT_S
 from asyncserve.http.chat import chat
 from asyncserve.http.completions import complete
-from asyncserve.http.connection import HeaderLimits, Runner
+from asyncserve.http.connection import KEEPALIVE_TIMEOUT_S, ConnectionBound, HeaderLimits, Runner
 from asyncserve.http.cross_origin import CrossOrigin, answer_preflight, response_headers
 from asyncserve.http.failures import CLIENT_GONE, REQUEST_ID, answer_failures
+from asyncserve.http.live_page.recorder import PipelineRecorder
+from asyncserve.http.live_page.routes import add_live_page
 from asyncserve.http.logprobs import TokenTexts
 from asyncserve.http.messages.handlers import count_tokens, messages, name_request_id
 from asyncserve.http.openapi.docs_page import docs_page
@@ -32,9 +34,13 @@ from asyncserve.http.responses import handlers as responses
 from asyncserve.http.responses.store import ResponseStore
 from asyncserve.http.serving import REQUEST_ID_HEADER, SERVING, ServedEngine, Serving, request_id_of
 from asyncserve.http.tokenization import detokenize, tokenize
+from asyncserve.http.write_pacing import WritePacer
+from asyncserve.metrics.http_traffic import UNKNOWN_ROUTE, HttpTraffic
 
 access_logger = logging.getLogger("asyncserve.http.access")
 
+GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Routes that make the engine generate."""
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 """Paths asked every few seconds by machines: logged at debug level."""
 
@@ -43,7 +49,8 @@ def build_app(
     engine: ServedEngine,
     *,
     model_names: Sequence[str],
-    metrics_renderer: Callable[[], bytes],
+    metrics_renderer: Callable[[], Awaitable[bytes]],
+    traffic: HttpTraffic | None = None,
     on_rejected: Callable[[Exception], None] = lambda error: None,
     default_sampling: Mapping[str, Any] | None = None,
     tool_call_parser: str = "auto",
@@ -54,15 +61,19 @@ def build_app(
     cross_origin: CrossOrigin | None = None,
     root_path: str = "",
     max_logprobs: int = 20,
+    stream_interval: int | None = None,
     max_body_bytes: int = 4 * 1024 * 1024,
     response_store_size: int = 1000,
     response_store_bytes: int = 256 * 1024 * 1024,
     health_timeout_s: float = 60.0,
     stall_timeout_s: float = 60.0,
     body_timeout_s: float = BODY_TIMEOUT_S,
+    request_timeout_s: float | None = None,
+    keep_alive_s: float = 15.0,
     access_log: bool = True,
     unlogged_paths: Collection[str] = (),
     server_info: Mapping[str, Any] | None = None,
+    pipeline_recorder: PipelineRecorder | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
     """Build the application.
@@ -83,20 +94,29 @@ def build_app(
         cross_origin: Which web pages may use the server; none if left out.
         root_path: Prefix under which a proxy shows the server.
         max_logprobs: Most log-probabilities a client may ask for with each token.
+        stream_interval: Tokens of a stream in one write; None for one, and under load those of 4 ms.
         max_body_bytes: Largest request body.
         response_store_size: Most responses of /v1/responses that are kept; 0 keeps none.
         response_store_bytes: Most bytes of them together.
         health_timeout_s: Seconds without progress, while there is work, after which /health turns bad.
         stall_timeout_s: Seconds after which a streaming client that reads nothing is given up.
         body_timeout_s: Seconds after which a client that sends nothing of its body is given up.
+        request_timeout_s: Seconds that an answer may take; None for no limit.
+        keep_alive_s: Seconds without an event after which a stream is kept alive; 0 for never.
         access_log: Log one line for each request.
         unlogged_paths: But not for these.
         server_info: Options and versions, for /server_info.
+        traffic: Told of every request.
+        pipeline_recorder: What the live page at / shows; without it there is no page.
         clock: Monotonic seconds, the engine's clock.
     """
     cross_origin = cross_origin or CrossOrigin()
     middlewares: list[Middleware] = [
-        _frame(access_log=access_log, unlogged_paths=frozenset(unlogged_paths)),
+        _frame(
+            traffic or HttpTraffic(model_names[0]),
+            access_log=access_log,
+            unlogged_paths=frozenset(unlogged_paths),
+        ),
         answer_failures,
     ]
     if cross_origin.origins:
@@ -122,9 +142,12 @@ def build_app(
         reasoning_ids=reasoning_ids(engine.tokenizer, written_as),
         trusts_request_templates=trusts_request_templates,
         max_logprobs=max_logprobs,
+        pacer=WritePacer(clock=clock, stream_interval=stream_interval),
         health_timeout_s=health_timeout_s,
         stall_timeout_s=stall_timeout_s,
         body_timeout_s=body_timeout_s,
+        request_timeout_s=request_timeout_s,
+        keep_alive_s=keep_alive_s,
         metrics_renderer=metrics_renderer,
         on_rejected=on_rejected,
         root_path=root_path,
@@ -169,34 +192,46 @@ def build_app(
         routes_of(app), has_keys=bool(api_keys or api_key_file), root_path=root_path
     )
     app.add_routes(refusals())
+    if pipeline_recorder is not None:
+        add_live_page(app, app[SERVING], pipeline_recorder)
     return app
 
 
 def make_runner(
-    app: web.Application, *, shutdown_timeout_s: float = 5.0, limits: HeaderLimits | None = None
+    app: web.Application,
+    *,
+    shutdown_timeout_s: float = 5.0,
+    limits: HeaderLimits | None = None,
+    bound: ConnectionBound | None = None,
+    keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
 ) -> web.AppRunner:
     """Return the runner that serves `app`.
 
     Args:
         shutdown_timeout_s: Seconds `cleanup` leaves handlers to end; drain the engine before.
         limits: Of what stands before a request's body; the usual ones if left out.
+        bound: Of the number of connections; none if left out.
+        keepalive_timeout_s: Seconds that a connection without a request stays open.
     """
     serving = app.get(SERVING)
     return Runner(
         app,
         limits=limits or HeaderLimits(),
         root_path="" if serving is None else serving.root_path,
+        bound=bound or ConnectionBound(),
+        keepalive_timeout_s=keepalive_timeout_s,
         shutdown_timeout=shutdown_timeout_s,
     )
 
 
-def _frame(*, access_log: bool, unlogged_paths: Collection[str]) -> Middleware:
-    """Build the outermost middleware: the request id in every response, one log line for every request."""
+def _frame(traffic: HttpTraffic, *, access_log: bool, unlogged_paths: Collection[str]) -> Middleware:
+    """Build the outermost middleware: the request id in every response; every request counted and logged."""
 
     @web.middleware
     async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
         started_s = time.monotonic()
         status_code, request_id = CLIENT_GONE, "-"
+        traffic.begin()
         request[REQUEST_ID] = request_id_of(request)
         try:
             response = await handler(request)
@@ -207,6 +242,8 @@ def _frame(*, access_log: bool, unlogged_paths: Collection[str]) -> Middleware:
             return response
         finally:
             # A handler that is cancelled, because its client has left, comes by here too.
+            resource = request.match_info.route.resource
+            traffic.end(UNKNOWN_ROUTE if resource is None else resource.canonical, status_code)
             if access_log and request.path not in unlogged_paths:
                 access_logger.log(
                     logging.DEBUG if request.path in QUIET_PATHS else logging.INFO,

@@ -18,11 +18,12 @@ from aiohttp.typedefs import Handler, Middleware
 
 from asyncserve.errors import ConfigError
 from asyncserve.http.failures import Unauthorized
+from asyncserve.http.live_page.page import PAGE_PATHS
 from asyncserve.http.regular_file import read_regular
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ready", "/ping", "/docs", *PAGE_PATHS})
 
 KEY_DIGEST = web.RequestKey("KEY_DIGEST", bytes)
 """Under it a request holds the digest of the key it came with."""

@@ -30,11 +30,12 @@ async def chat(http_request: web.Request) -> web.StreamResponse:
     arrival_s = serving.clock()
     data = await read_body(http_request, timeout_s=serving.body_timeout_s)
     with serving.refusals_counted():
+        caller = serving.caller(http_request, arrival_s)
         body = serving.bodies.decode(data, ChatBody)
         request_id = request_id_of(http_request, body.request_id)
         response_id = f"chatcmpl-{request_id}"
         call = await chat_call(
-            serving, body, num_bytes=len(data), response_id=response_id, arrival_s=arrival_s
+            serving, body, num_bytes=len(data), response_id=response_id, caller=caller
         )
     shapes = ChatShapes(call, response_id=response_id, texts=serving.token_texts)
     with limit_named_as_asked(body):

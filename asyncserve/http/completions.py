@@ -48,13 +48,14 @@ async def complete(http_request: web.Request) -> web.StreamResponse:
     arrival_s = serving.clock()
     data = await read_body(http_request, timeout_s=serving.body_timeout_s)
     with serving.refusals_counted():
+        caller = serving.caller(http_request, arrival_s)
         body = serving.bodies.decode(data, CompletionBody)
         request_id = request_id_of(http_request, body.request_id)
         response_id = f"cmpl-{request_id}"
         model = serving.model_name(body.model)
         prompts, sampling = await checked_completion(serving, body, num_bytes=len(data))
         requests = engine_requests(
-            serving, body, prompts, sampling, response_id=response_id, arrival_s=arrival_s
+            serving, body, prompts, sampling, response_id=response_id, caller=caller
         )
     shapes = CompletionShapes(
         body,

@@ -1,7 +1,8 @@
 """Sockets and HTTP that cannot be parsed: what aiohttp decides below the application.
 
-`Runner` makes aiohttp serve an application with our protocol class: send buffers of a bounded size, write
-limits set explicitly (event loops differ), and OpenAI's error shape even for bytes that are not HTTP.
+`Runner` makes aiohttp serve an application with our protocol class: at most so many connections, send buffers
+of a bounded size, write limits set explicitly (event loops differ), an end for connections whose client has
+vanished, and OpenAI's error shape even for bytes that are not HTTP.
 A handler is cancelled when its client leaves. A known limit: a client that shuts down its sending side and
 goes on reading counts as one that has left, for both begin with the same FIN, and waiting for the difference
 to show would let requests of clients that are gone run on.
@@ -13,6 +14,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any, cast
 
+import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, LineTooLong
 from aiohttp.http_parser import RawRequestMessage
@@ -20,7 +22,7 @@ from aiohttp.http_writer import HttpVersion11
 from yarl import URL
 
 from asyncserve.http.body import unsupported_encoding
-from asyncserve.http.failures import response_to
+from asyncserve.http.failures import OURS, Failure, response_to
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,22 @@ WRITE_LOW_BYTES = 16 * 1024
 """A connection that was behind is written to again when at most this is unsent."""
 KEEPALIVE_TIMEOUT_S = 75.0
 """How long an idle connection stays open; above the 60 s of common proxies, so that they close first."""
+GONE_S = 90
+"""A client whose machine acknowledges nothing for so long is gone, though no FIN has come: half-open sockets
+end. Above the time after which a stream whose client reads nothing is given up, which gives the reason."""
+TCP_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    # The kernel's own numbers find a dead client after two hours.
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, GONE_S // 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, GONE_S // 6),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    # The same for what is sent and never acknowledged, where probes do not come into play.
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1000),
+)
+REFUSAL_S = 2.0
+"""How long a refused connection has to read why."""
+MAX_REFUSALS = 64
+"""Refused connections that are told why at once; further ones are just closed."""
 TOO_MANY_HEADERS = "Too many headers received"
 """What aiohttp's parser says of them; it has no class of its own for it."""
 
@@ -56,20 +74,103 @@ class HeaderLimits:
         )
 
 
-class Connection(web.RequestHandler):
-    """One client connection."""
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What is asked of a response when it is sent."""
 
-    __slots__ = ()
+    keep_alive: bool | None
+
+
+class ConnectionBound:
+    """How many clients may be connected, and what becomes of the others.
+
+    Args:
+        max_connections: Most connections that are served; None for no bound.
+    """
+
+    def __init__(self, max_connections: int | None = None) -> None:
+        self.max_connections = max_connections
+        self.num_refused = 0
+        self._num_telling = 0
+
+    def takes(self, num_connections: int) -> bool:
+        """Whether one more is taken beside so many."""
+        return self.max_connections is None or num_connections < self.max_connections
+
+    def refuse(self, transport: asyncio.Transport) -> None:
+        """Tell a client that it is one too many; `forget` is to be called when its connection has ended."""
+        self.num_refused += 1
+        self._num_telling += 1
+        if self._num_telling > MAX_REFUSALS:
+            transport.abort()
+            return
+        text = f"this server takes at most {self.max_connections} connections, and they are in use"
+        failure = Failure(status=503, message=text, kind=OURS, code="too_many_connections")
+        body = orjson.dumps(failure.as_object())
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        transport.write(head.encode() + body)
+        # Closed at once, with the client's request unread, the kernel would throw away what is written.
+        if transport.can_write_eof():
+            transport.write_eof()
+        asyncio.get_running_loop().call_later(REFUSAL_S, transport.abort)
+
+    def forget(self) -> None:
+        """Note the end of a refused connection."""
+        self._num_telling -= 1
+
+
+class Connection(web.RequestHandler):
+    """One client connection.
+
+    Args:
+        bound: Of the server's connections.
+    """
+
+    __slots__ = ("_bound", "_is_refused")
+
+    def __init__(self, manager: web.Server, *, bound: ConnectionBound, **settings: Any) -> None:
+        super().__init__(manager, **settings)
+        self._bound = bound
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Bound the buffers of a new connection."""
+        """Bound the buffers of a new connection, and see to its end; or refuse it."""
+        stream = cast("asyncio.Transport", transport)
+        assert self._manager is not None
+        if not self._bound.takes(len(self._manager.connections)):
+            self._is_refused = self._force_close = True
+            self._bound.refuse(stream)
+            return
         connection = transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        cast("asyncio.Transport", transport).set_write_buffer_limits(
-            high=WRITE_HIGH_BYTES, low=WRITE_LOW_BYTES
-        )
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                for option in TCP_OPTIONS:
+                    connection.setsockopt(*option)
+        stream.set_write_buffer_limits(high=WRITE_HIGH_BYTES, low=WRITE_LOW_BYTES)
         super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Note the end of the connection."""
+        if self._is_refused:
+            self._bound.forget()
+        else:
+            super().connection_lost(exc)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send the rest of a response, and let go of it and of its request.
+
+        aiohttp's loop keeps hold of both until the connection's next request, and of all they hold: an
+        answer of megabytes for as long as the connection is idle.
+        """
+        resp, was_reset = await super().finish_response(request, resp, start_time)
+        vars(request).clear()
+        return cast("web.StreamResponse", _Sent(resp.keep_alive)), was_reset
 
     def handle_error(
         self,
@@ -108,7 +209,15 @@ class Connection(web.RequestHandler):
 class _Server(web.Server):
     """Makes a `Connection` for each client, as an aiohttp server makes its own."""
 
-    def __init__(self, inner: web.Server, *, limits: HeaderLimits, root_path: str, **settings: Any) -> None:
+    def __init__(
+        self,
+        inner: web.Server,
+        *,
+        limits: HeaderLimits,
+        bound: ConnectionBound,
+        root_path: str,
+        **settings: Any,
+    ) -> None:
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
             try:
                 if sum(len(name) + len(value) for name, value in request.raw_headers) > limits.num_bytes:
@@ -126,6 +235,7 @@ class _Server(web.Server):
 
         super().__init__(answer, request_factory=make_request, handler_cancellation=True)
         self._settings = {
+            "bound": bound,
             "max_line_size": limits.num_bytes,
             "max_field_size": limits.num_bytes,
             "max_headers": limits.count,
@@ -143,24 +253,36 @@ class Runner(web.AppRunner):
         app: The application.
         limits: Of what stands before a request's body.
         root_path: Prefix that is taken off paths which have it.
+        bound: Of the number of connections.
+        keepalive_timeout_s: Seconds that a connection without a request stays open.
         settings: Of any aiohttp runner.
     """
 
     def __init__(
-        self, app: web.Application, *, limits: HeaderLimits, root_path: str, **settings: Any
+        self,
+        app: web.Application,
+        *,
+        limits: HeaderLimits,
+        root_path: str,
+        bound: ConnectionBound,
+        keepalive_timeout_s: float,
+        **settings: Any,
     ) -> None:
         super().__init__(app, **settings)
         self._limits = limits
         self._root_path = root_path
+        self._bound = bound
+        self._keepalive_timeout_s = keepalive_timeout_s
 
     async def _make_server(self) -> web.Server:
         inner = await super()._make_server()
         return _Server(
             inner,
             limits=self._limits,
+            bound=self._bound,
             root_path=self._root_path,
             access_log=None,
-            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+            keepalive_timeout=self._keepalive_timeout_s,
         )
 
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from asyncserve.errors import InvalidRequest, RequestError
+from asyncserve.http.caller import Caller
 from asyncserve.http.generation import engine_requests
 from asyncserve.http.logprobs import TokenTexts
 from asyncserve.http.parsers.interface import MessageParser, ToolChoice
@@ -131,14 +132,14 @@ class ChatCall:
 
 
 async def chat_call(
-    serving: Serving, body: ChatBody, *, num_bytes: int, response_id: str, arrival_s: float
+    serving: Serving, body: ChatBody, *, num_bytes: int, response_id: str, caller: Caller
 ) -> ChatCall:
     """Check a conversation and make the engine request for it.
 
     Args:
         num_bytes: Length of the body it came in: what is large is worked on in a thread.
         response_id: Of the answer; the engine's id is made from it.
-        arrival_s: Monotonic time at which it was received.
+        caller: Who asks.
 
     Raises:
         InvalidRequest: A field, or what it asks for together with others, cannot be served.
@@ -146,8 +147,8 @@ async def chat_call(
     """
     with deep_json_refused():
         if num_bytes <= LARGE_BODY_BYTES and not _renders_early(serving):
-            return _chat_call(serving, body, response_id, arrival_s)
-        return await asyncio.to_thread(_chat_call, serving, body, response_id, arrival_s)
+            return _chat_call(serving, body, response_id, caller)
+        return await asyncio.to_thread(_chat_call, serving, body, response_id, caller)
 
 
 @contextmanager
@@ -164,7 +165,7 @@ def _renders_early(serving: Serving) -> bool:
     return serving.message_format.reasoning_parser is not None
 
 
-def _chat_call(serving: Serving, body: ChatBody, response_id: str, arrival_s: float) -> ChatCall:
+def _chat_call(serving: Serving, body: ChatBody, response_id: str, caller: Caller) -> ChatCall:
     model = serving.model_name(body.model)
     check_common(body)
     choice = tool_choice(body)
@@ -189,7 +190,7 @@ def _chat_call(serving: Serving, body: ChatBody, response_id: str, arrival_s: fl
     if sampling.skip_special_tokens and message_format.needs_special_tokens(choice):
         sampling = dataclasses.replace(sampling, skip_special_tokens=False)
     [request] = engine_requests(
-        serving, body, [prompt], sampling, response_id=response_id, arrival_s=arrival_s
+        serving, body, [prompt], sampling, response_id=response_id, caller=caller
     )
     return ChatCall(
         body=body,

@@ -17,6 +17,8 @@ from aiohttp.typedefs import Handler
 
 from asyncserve.errors import (
     AsyncserveError,
+    DeadlineExceeded,
+    DeviceLost,
     EngineStopped,
     InvalidRequest,
     NotReady,
@@ -51,10 +53,12 @@ KINDS: Mapping[type[Exception], tuple[str, str | None]] = {
     OriginNotAllowed: (INVALID, "origin_not_allowed"),
     UnsupportedEndpoint: (INVALID, "unsupported_endpoint"),
     Overloaded: ("rate_limit_error", "overloaded"),
+    DeadlineExceeded: (OURS, "deadline_exceeded"),
     RequestError: (INVALID, None),
     NotReady: (OURS, "not_ready"),
     EngineStopped: (OURS, "engine_stopped"),
     StepFailed: (OURS, "step_failed"),
+    DeviceLost: (OURS, "device_lost"),
     AsyncserveError: (OURS, None),
 }
 """Exception class to OpenAI's `type` and `code`; the nearest class of an exception counts."""
@@ -76,6 +80,7 @@ ANTHROPIC_KINDS: Mapping[int, str] = {
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    504: "timeout_error",
 }
 """Status to Anthropic's `type`. Other errors of the client are `invalid_request_error`, ours `api_error`."""
 

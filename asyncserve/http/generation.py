@@ -19,13 +19,13 @@ from aiohttp import web
 
 from asyncserve import __version__
 from asyncserve.errors import EngineError
+from asyncserve.http.caller import Caller
 from asyncserve.http.failures import failure_of
 from asyncserve.http.schema import GenerationBody
 from asyncserve.http.serving import REQUEST_ID_HEADER, Serving
-from asyncserve.http.sse import ChunkRenderer, EventStream, StreamEnd, data_event
+from asyncserve.http.sse import KEEP_ALIVE, ChunkRenderer, EventStream, StreamEnd, data_event
 from asyncserve.request import (
     FinishReason,
-    OutputSink,
     Prompt,
     Request,
     RequestOutput,
@@ -94,6 +94,14 @@ class Shapes(ABC):
     def whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """Return one choice of an answer in one piece."""
 
+    def first_events(self) -> list[bytes]:
+        """See `ChunkRenderer`: a choice's role comes with its first output."""
+        return []
+
+    def keep_alive(self) -> bytes:
+        """See `ChunkRenderer`."""
+        return KEEP_ALIVE
+
     @abstractmethod
     def frame(self, index: int) -> tuple[bytes, bytes] | None:
         """See `ChunkRenderer`."""
@@ -139,7 +147,7 @@ def engine_requests(
     sampling: SamplingParams,
     *,
     response_id: str,
-    arrival_s: float,
+    caller: Caller,
 ) -> list[Request]:
     """Return one request per prompt, under ids the engine has not seen.
 
@@ -151,7 +159,10 @@ def engine_requests(
             request_id=serving.engine_id(response_id),
             prompt=prompt,
             sampling=sampling,
-            arrival_s=arrival_s,
+            arrival_s=caller.arrival_s,
+            tenant=caller.tenant,
+            deadline_s=caller.deadline_s,
+            trace_headers=caller.trace_headers,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
@@ -293,7 +304,7 @@ async def collect(serving: Serving, requests: Sequence[Request]) -> list[Collect
     gathering = _Gathering(len(requests))
     sinks = [CollectingSink(gathering, request.sampling.n) for request in requests]
     try:
-        _submit_all(serving, requests, sinks)
+        serving.engine.submit_all(requests, sinks)
         await gathering.ended
     finally:
         for request in requests:
@@ -323,7 +334,20 @@ async def stream(
     Raises:
         AsyncserveError: A request was refused or failed before the response began.
     """
-    events = EventStream(shapes, clock=serving.clock, stall_timeout_s=serving.stall_timeout_s)
+    engine = serving.engine
+
+    def note_pace(is_paused: bool) -> None:
+        for request in requests:
+            (engine.pause if is_paused else engine.resume)(request.request_id)
+
+    events = EventStream(
+        shapes,
+        clock=serving.clock,
+        stall_timeout_s=serving.stall_timeout_s,
+        pacer=serving.pacer,
+        keep_alive_s=serving.keep_alive_s,
+        on_pause=note_pace,
+    )
     sinks = []
     base_index = 0
     for request in requests:
@@ -337,25 +361,27 @@ async def stream(
         )
         base_index += request.sampling.n
     try:
-        _submit_all(serving, requests, sinks)
-        await events.begun
+        engine.submit_all(requests, sinks)
+        await events.due
+        response = event_stream(http_request, request_id)
+        heads = serving.chunk_heads if http_request.version >= (1, 1) else None
+        if not events.begun.done():
+            # It takes long: the client gets its headers, and hears of a failure by an event.
+            events.attach(await _prepare(response, http_request), heads=heads)
+            await events.begun
         if on_begun is not None and events.failure is None:
             await on_begun([sink.prompt_token_ids for sink in sinks])
-        if events.failure is not None:
+        if events.failure is not None and not events.is_attached:
             raise events.failure
-        response = event_stream(http_request, request_id)
-        await response.prepare(http_request)
-        transport = http_request.transport
-        if transport is None:
-            raise ConnectionResetError("the client left")
-        events.open(transport, heads=serving.chunk_heads if http_request.version >= (1, 1) else None)
+        transport = await _prepare(response, http_request)
+        events.open(transport, heads=heads)
         if await events.ended is StreamEnd.STALLED:
             transport.abort()
         return response
     finally:
         events.close()
         for request in requests:
-            serving.engine.abort(request.request_id)
+            engine.abort(request.request_id)
 
 
 def event_stream(http_request: web.Request, request_id: str) -> web.StreamResponse:
@@ -366,11 +392,17 @@ def event_stream(http_request: web.Request, request_id: str) -> web.StreamRespon
     return response
 
 
-def _submit_all(serving: Serving, requests: Sequence[Request], sinks: Sequence[OutputSink]) -> None:
-    """Submit all requests of a call, or none: there is room for all of them, or the call is refused."""
-    serving.engine.check_room(sum(request.sampling.n for request in requests))
-    for request, sink in zip(requests, sinks, strict=True):
-        serving.engine.submit(request, sink)
+async def _prepare(response: web.StreamResponse, http_request: web.Request) -> asyncio.Transport:
+    """Send the response's headers, if they are not out, and return the client's connection.
+
+    Raises:
+        ConnectionResetError: The client has left.
+    """
+    await response.prepare(http_request)
+    transport = http_request.transport
+    if transport is None:
+        raise ConnectionResetError("the client left")
+    return transport
 
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 
 from asyncserve.http.body import read_body
+from asyncserve.http.caller import Caller
 from asyncserve.http.completions import checked_completion
 from asyncserve.http.conversation import chat_call, limit_named_as_asked
 from asyncserve.http.generation import engine_requests
@@ -39,7 +40,7 @@ async def render_completion(http_request: web.Request) -> web.Response:
     response_id = f"cmpl-{request_id}"
     model = serving.model_name(body.model)
     prompts, sampling = await checked_completion(serving, body, num_bytes=len(data))
-    requests = engine_requests(serving, body, prompts, sampling, response_id=response_id, arrival_s=0.0)
+    requests = engine_requests(serving, body, prompts, sampling, response_id=response_id, caller=Caller())
     entries = await _rendered(serving, body, requests, model=model, response_id=response_id)
     return _answer(b"[%b]" % b",".join(entries), request_id)
 
@@ -51,7 +52,7 @@ async def render_chat(http_request: web.Request) -> web.Response:
     body = serving.bodies.decode(data, ChatBody)
     request_id = request_id_of(http_request, body.request_id)
     response_id = f"chatcmpl-{request_id}"
-    call = await chat_call(serving, body, num_bytes=len(data), response_id=response_id, arrival_s=0.0)
+    call = await chat_call(serving, body, num_bytes=len(data), response_id=response_id, caller=Caller())
     with limit_named_as_asked(body):
         [entry] = await _rendered(serving, body, [call.request], model=call.model, response_id=response_id)
     return _answer(entry, request_id)

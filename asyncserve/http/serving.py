@@ -6,7 +6,7 @@ that HTTP needs of the engine, so that the interface can be tested over a script
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,11 +14,13 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from asyncserve.errors import RequestError, UnknownModel
+from asyncserve.http.caller import Caller, caller_of
 from asyncserve.http.logprobs import TokenTexts
 from asyncserve.http.parsers.registry import MessageFormat
 from asyncserve.http.responses.store import ResponseStore
 from asyncserve.http.schema import REQUEST_ID_PATTERN, BodyDecoder
 from asyncserve.http.sse import ChunkHeads, EscapedTexts
+from asyncserve.http.write_pacing import WritePacer
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.observer import EngineStatistics
 from asyncserve.request import OutputSink, Request, TokenizedRequest
@@ -46,14 +48,20 @@ class ServedEngine(Protocol):
     def failure(self) -> BaseException | None:
         """What stopped the engine, if something did."""
 
-    def check_room(self, num_sequences: int) -> None:
-        """Refuse a call of so many sequences if the queue lacks room; raises NotReady or Overloaded."""
-
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Take in a request; raises NotReady or Overloaded."""
 
+    def submit_all(self, requests: Sequence[Request], sinks: Sequence[OutputSink]) -> None:
+        """Take in all requests of a call, or none of them for lack of room; raises NotReady or Overloaded."""
+
     def tokenized(self, request: Request) -> TokenizedRequest:
         """Return the first sequence that a request would become; may run in any thread."""
+
+    def pause(self, request_id: str) -> None:
+        """Let a request rest, if it is still there."""
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on, if it is still there."""
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is still there."""
@@ -73,9 +81,12 @@ class Serving:
         reasoning_ids: Tokens that open and close its reasoning, if it reasons and has such tokens.
         trusts_request_templates: Requests may bring chat templates, and set any variable of them.
         max_logprobs: Most log-probabilities a client may ask for with each token.
+        pacer: Says when streams are written to.
         health_timeout_s: Seconds without progress, while there is work, after which health is bad.
         stall_timeout_s: Seconds after which a streaming client that reads nothing is given up.
         body_timeout_s: Seconds after which a client that sends nothing of its body is given up.
+        request_timeout_s: Seconds that an answer may take; None for no limit.
+        keep_alive_s: Seconds without an event after which a stream is kept alive; 0 for never.
         metrics_renderer: Gives the text of /metrics.
         on_rejected: Told of each generating request that is refused before the engine hears of it.
         root_path: Prefix under which a proxy shows the server, such as /llm; empty for none.
@@ -92,10 +103,13 @@ class Serving:
     reasoning_ids: tuple[int, int] | None
     trusts_request_templates: bool
     max_logprobs: int
+    pacer: WritePacer
     health_timeout_s: float
     stall_timeout_s: float
     body_timeout_s: float
-    metrics_renderer: Callable[[], bytes]
+    request_timeout_s: float | None
+    keep_alive_s: float
+    metrics_renderer: Callable[[], Awaitable[bytes]]
     on_rejected: Callable[[Exception], None]
     root_path: str
     server_info: Mapping[str, Any]
@@ -122,6 +136,14 @@ class Serving:
                 f"the model {asked[:200]!r} is not served here; served: {served}", param="model"
             )
         return asked
+
+    def caller(self, request: web.Request, arrival_s: float) -> Caller:
+        """Return who asks.
+
+        Raises:
+            InvalidRequest: A header says what cannot be meant.
+        """
+        return caller_of(request, arrival_s=arrival_s, request_timeout_s=self.request_timeout_s)
 
     @contextmanager
     def refusals_counted(self) -> Iterator[None]:

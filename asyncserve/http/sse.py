@@ -1,8 +1,11 @@
 """Streamed answers: outputs of the engine become server-sent events, written straight to the transport.
 
-No coroutine runs per token: the detokenizer calls `StreamSink.put`, which renders one chunk and calls
-`transport.write` once; the handler only awaits `EventStream.ended`. A client that reads too slowly has its
-outputs merged until its connection drains, and is given up when it takes nothing for a while.
+No coroutine runs per token. Outputs come by `StreamSink.put`; texts of plain tokens come shorter still: the
+pipeline appends them, escaped, to `EventStream.texts` and calls `flush` when there are `flush_len` of them.
+How many events go into one write is `write_pacing`'s business; the first and the last go at once. The handler
+only awaits `EventStream.ended`. A client that reads too slowly has its outputs merged until its connection
+drains; what else becomes of it is `slow_reader`'s business. In a long silence, before the first event too, a
+stream is kept alive.
 An `EventStream` is one HTTP response; a `StreamSink` is one request in the engine; a completion call with
 several prompts has several sinks on one stream. Shapes are the `ChunkRenderer`'s business.
 
@@ -19,10 +22,17 @@ import orjson
 
 from asyncserve.errors import EngineError
 from asyncserve.http.connection import WRITE_HIGH_BYTES, WRITE_LOW_BYTES
-from asyncserve.request import FinishReason, RequestOutput, Usage, merge_all, total_usage
+from asyncserve.http.slow_reader import SlowReader, Verdict
+from asyncserve.http.write_pacing import NEVER, WritePacer
+from asyncserve.request import FinishReason, RequestOutput, TextSink, Usage, merge_all, total_usage
 
 BEHIND_POLL_S = 0.05
 """How often a connection that is behind is looked at."""
+
+
+def escape_json(text: str) -> bytes:
+    """Return a text as it stands in a JSON string, in UTF-8 and without the quotes."""
+    return orjson.dumps(text)[1:-1]
 
 
 class EscapedTexts(dict[str, bytes]):
@@ -33,7 +43,7 @@ class EscapedTexts(dict[str, bytes]):
 
     def __missing__(self, text: str) -> bytes:
         """Escape a text, and remember it if it is short."""
-        escaped = orjson.dumps(text)[1:-1]
+        escaped = escape_json(text)
         if len(text) <= self.MAX_TEXT_LEN and len(self) < self.MAX_ENTRIES:
             self[text] = escaped
         return escaped
@@ -60,6 +70,10 @@ class NoHeads(dict[int, bytes]):
         return b""
 
 
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which no client takes for an event."""
+
+
 def data_event(data: bytes) -> bytes:
     """Return an event as it is sent: OpenAI's completions and chat have no others."""
     return b"data: %b\n\n" % data
@@ -72,6 +86,12 @@ def named_event(name: bytes, data: bytes) -> bytes:
 
 class ChunkRenderer(Protocol):
     """What one endpoint's stream looks like. Events are complete: made by `data_event` or `named_event`."""
+
+    def first_events(self) -> list[bytes]:
+        """Render what is sent before there is any output, when the prompts are known."""
+
+    def keep_alive(self) -> bytes:
+        """Render what means nothing, and may come at any time."""
 
     def frame(self, index: int) -> tuple[bytes, bytes] | None:
         """Return what stands before and after the text in an event with nothing but new text.
@@ -112,21 +132,46 @@ class StreamEnd(enum.Enum):
 class EventStream:
     """One response's stream of events: framing, the client's pace, the end.
 
+    It is also the `TextLane` of its choice, if it has but one: `texts` are events whose frame is not yet
+    around them. What waits to be written is `_held`, then `texts`.
+
     Args:
         renderer: The endpoint's shapes.
         clock: Monotonic seconds.
         stall_timeout_s: Seconds without progress after which a client that is behind is given up.
+        pacer: Says when to write.
+        keep_alive_s: Seconds without an event after which it is kept alive; 0 for never.
+        on_pause: Told that the client does not read (true), and that it reads again (false).
     """
 
     def __init__(
-        self, renderer: ChunkRenderer, *, clock: Callable[[], float], stall_timeout_s: float
+        self,
+        renderer: ChunkRenderer,
+        *,
+        clock: Callable[[], float],
+        stall_timeout_s: float,
+        pacer: WritePacer,
+        keep_alive_s: float = 0.0,
+        on_pause: Callable[[bool], None] = lambda is_paused: None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.renderer = renderer
         self.begun: asyncio.Future[None] = loop.create_future()
+        self.due: asyncio.Future[None] = loop.create_future()
+        """Set with `begun`, or when it is time for headers all the same, to keep the connection alive."""
         self.ended: asyncio.Future[StreamEnd] = loop.create_future()
         self.failure: BaseException | None = None
         self.takes_writes = False
+        self.texts: list[bytes] = []
+        self.flush_len = NEVER
+        self.is_resting = False
+        self._pacer = pacer
+        self._is_clocked = pacer.is_clocked
+        self._before = self._between = self._event_end = self._after = b""
+        self._frame_len = 0
+        self._held: list[bytes] = []
+        self._num_held = 0
+        self._num_unsettled = 0
         self._loop = loop
         self._clock = clock
         self._stall_timeout_s = stall_timeout_s
@@ -136,8 +181,15 @@ class EventStream:
         self._heads: dict[int, bytes] = NoHeads()
         self._tail = b""
         self._end: StreamEnd | None = None
-        self._unsent_bytes = 0
-        self._progress_s = 0.0
+        self._reader: SlowReader | None = None
+        self._on_pause = on_pause
+        self._is_paused = False
+        # Two ticks make the interval: one alone would let a silence of two intervals pass.
+        self._tick_s = keep_alive_s / 2
+        self._num_quiet_ticks = 0
+        self._tick: asyncio.TimerHandle | None = None
+        if keep_alive_s > 0.0:
+            self._tick = loop.call_later(self._tick_s, self._keep_alive)
 
     def add_sink(
         self, *, base_index: int, num_choices: int, wants_usage: bool, escaped: EscapedTexts
@@ -153,11 +205,21 @@ class EventStream:
     def sink_begun(self) -> None:
         """Note that one more prompt is tokenized; `begun` is set when all are."""
         self._num_beginning -= 1
-        if self._num_beginning == 0 and not self.begun.done():
-            self.begun.set_result(None)
+        if self._num_beginning == 0:
+            self._begin()
 
-    def open(self, transport: asyncio.Transport, *, heads: ChunkHeads | None) -> None:
-        """Start writing: the response's headers are out.
+    def _begin(self) -> None:
+        for future in (self.begun, self.due):
+            if not future.done():
+                future.set_result(None)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether headers are out, so that a failure can only be told by an event."""
+        return self._transport is not None
+
+    def attach(self, transport: asyncio.Transport, *, heads: ChunkHeads | None) -> None:
+        """Keep the client's connection alive: the response's headers are out.
 
         Args:
             transport: The client's connection.
@@ -166,10 +228,32 @@ class EventStream:
         self._transport = transport
         if heads is not None:
             self._heads, self._tail = heads, b"\r\n"
+
+    def open(self, transport: asyncio.Transport, *, heads: ChunkHeads | None) -> None:
+        """Start writing: everything has begun, or failed; as `attach`, which may have been called before."""
+        self.attach(transport, heads=heads)
         for sink in self._sinks:
-            sink.make_frames(self._tail)
+            sink.make_frames()
         self.takes_writes = True
-        self._flush()
+        self._flush([] if self.failure is not None else self.renderer.first_events())
+
+    def set_frame(self, before: bytes, after: bytes) -> None:
+        """Prepare for `texts`: what stands before and after each in its event."""
+        self._before = before
+        self._between = after + before
+        self._event_end = after
+        self._after = after + self._tail
+        self._frame_len = len(before) + len(after)
+
+    @property
+    def has_one_choice(self) -> bool:
+        """Whether all its events are of one choice."""
+        return len(self._sinks) == 1 and self._sinks[0].num_choices == 1
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens, as far as they have a text, that are kept for the next write."""
+        return self._num_held + len(self.texts) + sum(sink.num_pending for sink in self._sinks)
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error event, or, while it is not open, only note the error."""
@@ -181,36 +265,92 @@ class EventStream:
         """Keep the first error of the call: it ends the stream at the next write."""
         if self.failure is None and self._end is None:
             self.failure = error
-            if not self.begun.done():
-                self.begun.set_result(None)
+            self._begin()
 
-    def write_text(self, before: bytes, text: bytes, after: bytes, frame_len: int) -> None:
-        """Write one event with new text: the path of almost every token.
-
-        Args:
-            before: The event up to the text.
-            after: The rest of the event, and of the chunk.
-            frame_len: Bytes of the event without its text.
-        """
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            self._finish(StreamEnd.FAILED)
+    def flush(self) -> None:
+        """Write the waiting texts, an event for each: the path of almost every token."""
+        if self._held:
+            self.write_events(())
             return
-        transport.write(b"".join((self._heads[frame_len + len(text)], before, text, after)))
-        if transport.get_write_buffer_size() > WRITE_HIGH_BYTES:
-            self._fall_behind(transport.get_write_buffer_size())
-
-    def write_events(self, events: Sequence[bytes]) -> None:
-        """Write events at once."""
         transport = self._transport
         # uvloop raises on a closed transport, which would stop the writing of other streams.
         if transport is None or transport.is_closing():
             self._finish(StreamEnd.FAILED)
-        elif events:
-            body = b"".join(events)
-            transport.write(b"".join((self._heads[len(body)], body, self._tail)))
-            if transport.get_write_buffer_size() > WRITE_HIGH_BYTES:
-                self._fall_behind(transport.get_write_buffer_size())
+            return
+        self._num_quiet_ticks = 0
+        texts = self.texts
+        num_texts = len(texts)
+        if num_texts == 1:
+            body = texts.pop()
+        else:
+            body = self._between.join(texts)
+            texts.clear()
+        self._num_unsettled += num_texts
+        transport.write(b"".join((self._heads[self._frame_len + len(body)], self._before, body, self._after)))
+        if transport.get_write_buffer_size() > WRITE_HIGH_BYTES:
+            self._fall_behind(transport.get_write_buffer_size())
+        elif self._is_clocked:
+            self._pacer.note_write(self, num_texts)
+
+    def settle(self) -> int:
+        """Put events around the waiting texts, for others will follow; see `TextLane`."""
+        self._hold_texts()
+        num_texts, self._num_unsettled = self._num_unsettled, 0
+        return num_texts
+
+    def hold(self, events: Sequence[bytes], num_tokens: int) -> None:
+        """Take events of so many tokens; they are written when it is time."""
+        self._hold_texts()
+        self._held += events
+        self._num_held += num_tokens
+        if self.is_resting:
+            return
+        num_more = self._pacer.flush_len - self._num_held
+        if num_more <= 0:
+            self.write_events(())
+        else:
+            self.flush_len = num_more
+
+    def end_rest(self) -> bool:
+        """Write what waits, if anything does; see `PacedStream`."""
+        if not self.takes_writes:
+            return False  # it is behind, or has ended
+        if self.texts or self._held:
+            self.flush()
+            return True
+        self.flush_len = self._pacer.flush_len
+        return False
+
+    def write_events(self, events: Sequence[bytes]) -> None:
+        """Write at once what waits, and events behind it."""
+        transport = self._transport
+        self._hold_texts()
+        if transport is None or transport.is_closing():
+            self._finish(StreamEnd.FAILED)
+            return
+        body = b"".join((*self._held, *events))
+        num_tokens = max(self._num_held, len(events))
+        self._held.clear()
+        self._num_held = 0
+        if not body:
+            self.flush_len = NEVER if self.is_resting else self._pacer.flush_len
+            return
+        self._num_quiet_ticks = 0
+        transport.write(b"".join((self._heads[len(body)], body, self._tail)))
+        if transport.get_write_buffer_size() > WRITE_HIGH_BYTES:
+            self._fall_behind(transport.get_write_buffer_size())
+        else:
+            self._pacer.note_write(self, num_tokens)
+
+    def _hold_texts(self) -> None:
+        """Put events around the waiting texts: one for each, or one for all if the client is behind."""
+        texts = self.texts
+        if texts:
+            body = (self._between if self.takes_writes else b"").join(texts)
+            self._held.append(self._before + body + self._event_end)
+            self._num_held += len(texts)
+            self._num_unsettled += len(texts)
+            texts.clear()
 
     def take(self, events: list[bytes]) -> None:
         """Write events and what follows from them: the error that came up, or the end of the call."""
@@ -227,12 +367,29 @@ class EventStream:
     def close(self) -> None:
         """Take nothing more: the handler is done, or its client has left."""
         self.takes_writes = False
+        self.flush_len = NEVER
+        self.texts.clear()
+        self._held.clear()
         self._end = self._end or StreamEnd.FAILED
         self._transport = None
+        if self._tick is not None:
+            self._tick.cancel()
 
-    def _flush(self) -> None:
+    def _flush(self, first_events: Sequence[bytes] = ()) -> None:
         """Write what piled up while the stream was not open or behind."""
-        self.take([event for sink in self._sinks for event in sink.render_pending()])
+        self.take([*first_events, *(event for sink in self._sinks for event in sink.render_pending())])
+
+    def _keep_alive(self) -> None:
+        """Send something if nothing was sent for the time of two ticks."""
+        self._tick = self._loop.call_later(self._tick_s, self._keep_alive)
+        self._num_quiet_ticks += 1
+        if self._num_quiet_ticks < 2 or self._end is not None:
+            return
+        if self._transport is None:
+            if not self.due.done():
+                self.due.set_result(None)
+        elif self.takes_writes or not self.begun.done():
+            self.write_events((self.renderer.keep_alive(),))
 
     def _finish(self, end: StreamEnd) -> None:
         # A connection that is behind ends when it has drained: see _look_again.
@@ -240,27 +397,28 @@ class EventStream:
         if self.takes_writes and not self.ended.done():
             self.ended.set_result(end)
         self.takes_writes = False
+        self.flush_len = NEVER
 
     def _fall_behind(self, unsent_bytes: int) -> None:
         self.takes_writes = False
-        self._unsent_bytes = unsent_bytes
-        self._progress_s = self._clock()
+        self.flush_len = NEVER
+        self._reader = SlowReader(unsent_bytes, self._clock(), stall_timeout_s=self._stall_timeout_s)
         self._loop.call_later(BEHIND_POLL_S, self._look_again)
 
     def _look_again(self) -> None:
-        transport = self._transport
-        if transport is None or self.ended.done():
+        transport, reader = self._transport, self._reader
+        if transport is None or reader is None or self.ended.done():
             return
         if transport.is_closing():
             self._end = StreamEnd.FAILED
             self.ended.set_result(self._end)
             return
         unsent_bytes = transport.get_write_buffer_size()
-        now_s = self._clock()
         if unsent_bytes <= WRITE_LOW_BYTES:
             if self._end is not None:
                 self.ended.set_result(self._end)
                 return
+            self._hold_texts()  # as one event, while it is still behind
             self.takes_writes = True
             try:
                 self._flush()
@@ -268,18 +426,22 @@ class EventStream:
                 # Nobody is above us to end the request; its handler must not wait for ever.
                 self._finish(StreamEnd.FAILED)
                 raise
+            if self._is_paused and self.takes_writes:
+                self._is_paused = False
+                self._on_pause(False)
             return
-        if unsent_bytes < self._unsent_bytes:
-            self._unsent_bytes = unsent_bytes
-            self._progress_s = now_s
-        elif now_s - self._progress_s >= self._stall_timeout_s:
+        verdict = reader.verdict(unsent_bytes, self.num_waiting, self._clock())
+        if verdict is Verdict.GIVE_UP:
             self._end = StreamEnd.STALLED
             self.ended.set_result(StreamEnd.STALLED)
             return
+        if verdict is Verdict.PAUSE and not self._is_paused:
+            self._is_paused = True
+            self._on_pause(True)
         self._loop.call_later(BEHIND_POLL_S, self._look_again)
 
 
-class StreamSink:
+class StreamSink(TextSink):
     """The `OutputSink` of one engine request on an `EventStream`; made by `EventStream.add_sink`."""
 
     def __init__(
@@ -292,11 +454,12 @@ class StreamSink:
         escaped: EscapedTexts,
     ) -> None:
         self.wants_usage = wants_usage
+        self.num_choices = num_choices
         self.prompt_token_ids: array[int] = array("i")
         self._stream = stream
         self._escaped = escaped
         self._base_index = base_index
-        self._frames: list[tuple[bytes, bytes, int] | None] = [None] * num_choices
+        self._frames: list[tuple[bytes, bytes] | None] = [None] * num_choices
         self._has_started = [False] * num_choices
         self._pending: list[list[RequestOutput]] = [[] for _ in range(num_choices)]
         self._usages: list[Usage | None] = [None] * num_choices
@@ -307,21 +470,40 @@ class StreamSink:
         """Whether the last output of every choice has been rendered."""
         return self._num_unfinished == 0
 
+    @property
+    def num_pending(self) -> int:
+        """Outputs kept while the stream takes no writes."""
+        return sum(map(len, self._pending))
+
     def usage(self) -> Usage:
         """Return the counts of the whole request; valid when it is done."""
         return total_usage([usage for usage in self._usages if usage is not None])
 
-    def make_frames(self, tail: bytes) -> None:
-        """Prepare what stands around the text of each choice's events.
-
-        Args:
-            tail: What ends a chunk.
-        """
-        for index in range(len(self._pending)):
+    def make_frames(self) -> None:
+        """Prepare what stands around the text of each choice's events."""
+        for index in range(self.num_choices):
             frame = self._stream.renderer.frame(self._base_index + index)
-            if frame is not None:
-                before, after = frame
-                self._frames[index] = (before, after + tail, len(before) + len(after))
+            self._frames[index] = frame
+            if frame is not None and self._stream.has_one_choice:
+                self._stream.set_frame(*frame)
+
+    @staticmethod
+    def encode(text: str) -> bytes:
+        """Return a text as it stands in the events; see `TextSink`."""
+        return escape_json(text)
+
+    def lane(self, index: int) -> EventStream | None:
+        """Return the stream while it can be given bare texts; see `TextSink`."""
+        stream = self._stream
+        if (
+            stream.takes_writes
+            and stream.has_one_choice
+            and self._has_started[index]
+            and self._frames[index] is not None
+            and not self.wants_usage
+        ):
+            return stream
+        return None
 
     def begin(self, prompt_token_ids: "array[int]") -> None:
         """Take note of the tokenized prompt."""
@@ -329,23 +511,22 @@ class StreamSink:
         self._stream.sink_begun()
 
     def put(self, output: RequestOutput) -> None:
-        """Write new output, or keep it while the connection is behind."""
+        """Write new output, or keep it while it is not time or the connection is behind."""
         index = output.index
         stream = self._stream
         if not stream.takes_writes:
             self._pending[index].append(output)
+            return
+        if not self._has_started[index] or output.finish_reason is not None:
+            stream.take(self._render(index, output))
         elif (
-            self._has_started[index]
-            and (frame := self._frames[index]) is not None
-            and output.finish_reason is None
-            and output.logprobs is None
-            and not self.wants_usage
+            (frame := self._frames[index]) is not None and output.logprobs is None and not self.wants_usage
         ):
             if output.text:
-                before, after, frame_len = frame
-                stream.write_text(before, self._escaped[output.text], after, frame_len)
+                before, after = frame
+                stream.hold((before + self._escaped[output.text] + after,), len(output.token_ids))
         else:
-            self._put_whole(index, output)
+            stream.hold(self._render(index, output), len(output.token_ids))
 
     def fail(self, error: BaseException) -> None:
         """End the whole stream: its other requests end with this one."""
@@ -359,13 +540,6 @@ class StreamSink:
                 self._pending[index] = []
                 events += self._render(index, merge_all(outputs))
         return events
-
-    def _put_whole(self, index: int, output: RequestOutput) -> None:
-        events = self._render(index, output)
-        if output.finish_reason is None:
-            self._stream.write_events(events)
-        else:
-            self._stream.take(events)
 
     def _render(self, index: int, output: RequestOutput) -> list[bytes]:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):

@@ -1,7 +1,9 @@
 """What the server says of itself: health, readiness, models, version, metrics.
 
-Health is judged by progress: work that waits while no step finishes is bad health, however alive the
-process is. All answers come from the loop's own memory; nothing here asks the device.
+Three questions, three answers. `/health`: is there progress? Work that waits while no step finishes, or a
+device that is being opened anew, is bad health, however alive the process is. `/ready`: should new requests
+come here? `/live`: is this process alive, or to be ended? All answers come from the memory of the loop;
+nothing here asks the device.
 """
 
 from datetime import UTC, datetime
@@ -14,17 +16,25 @@ import asyncserve
 from asyncserve.errors import EngineStopped, NotReady, UnknownModel
 from asyncserve.http.failures import speaks_anthropic
 from asyncserve.http.serving import SERVING, Serving
-from asyncserve.metrics.observer import CONTENT_TYPE
+from asyncserve.metrics.exposition import CONTENT_TYPE
 
 
 async def health(request: web.Request) -> web.Response:
-    """Answer /health and /ping: 503 if the engine is loading, has failed, or makes no progress."""
+    """Answer /health and /ping: 503 if the engine is loading, has failed, or makes no progress.
+
+    Good health comes with what it was judged by: steps unfinished, sequences that run and wait, and for how
+    many seconds no step has ended while there was work.
+    """
     serving = request.app[SERVING]
     engine = serving.engine
     if engine.failure is not None:
         raise EngineStopped(f"the engine failed: {engine.failure}")
     _ = engine.info  # raises NotReady while the model is loading
     statistics = engine.statistics()
+    if statistics.device_is_lost:
+        raise NotReady(
+            f"the device was lost and is being opened anew; {statistics.num_waiting} sequences wait for it"
+        )
     # An idle engine counts as making progress, so this is the age of work that stands still.
     stuck_s = serving.clock() - statistics.last_progress_s
     if stuck_s > serving.health_timeout_s:
@@ -32,7 +42,16 @@ async def health(request: web.Request) -> web.Response:
             f"no step has finished for {stuck_s:.0f} s, while {statistics.num_running} sequences run and"
             f" {statistics.num_waiting} wait"
         )
-    return _json({"status": "ok"})
+    return _json(
+        {
+            "status": "ok",
+            "num_device_restarts": statistics.num_device_restarts,
+            "num_unapplied_steps": statistics.num_unapplied_steps,
+            "num_running": statistics.num_running,
+            "num_waiting": statistics.num_waiting,
+            "seconds_without_progress": round(max(0.0, stuck_s), 3),
+        }
+    )
 
 
 async def live(request: web.Request) -> web.Response:
@@ -44,9 +63,12 @@ async def live(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Answer /ready: 200 if new requests are taken."""
-    if not request.app[SERVING].engine.is_accepting:
+    """Answer /ready: 200 if new requests are taken, and a device is there to compute them."""
+    engine = request.app[SERVING].engine
+    if not engine.is_accepting:
         raise NotReady("the server takes no new requests: it is loading or draining")
+    if engine.statistics().device_is_lost:
+        raise NotReady("the device was lost and is being opened anew; new requests wait")
     return _json({"status": "ready"})
 
 
@@ -119,7 +141,8 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Answer /metrics in Prometheus' text format."""
-    return web.Response(body=request.app[SERVING].metrics_renderer(), headers={"Content-Type": CONTENT_TYPE})
+    body = await request.app[SERVING].metrics_renderer()
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def models(request: web.Request) -> web.Response:

@@ -15,22 +15,24 @@ TOP = [
     ["__main__"],
     ["offline", "run_batch"],
     ["serve", "cli"],
+    ["faults"],
     ["http"],
-    ["loop", "gpu", "metrics"],
+    ["loop", "gpu", "metrics", "tracing"],
     ["observer"],
     ["step"],
     ["request", "kv_spec", "config", "checkpoint"],
     ["grammar"],
     ["gguf_config"],
     ["gguf_file"],
-    ["errors"],
+    ["errors", "garbage", "allocator"],
 ]
 LOOP = [
     ["engine"],
     ["pipeline", "grammar"],
-    ["scheduler", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
-    ["tokenizer", "waiting", "kv_groups", "stop_strings", "json_schema"],
-    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash"],
+    ["scheduler", "restart_budget", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
+    ["deadlines", "start_rate"],
+    ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema"],
+    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds"],
 ]
 GPU = [
     ["executor"],
@@ -45,7 +47,7 @@ GPU = [
     ["batch"],
     ["kernels", "slots", "block_tables", "kv_cache"],
     ["staging", "completion"],
-    ["device"],
+    ["device", "device_errors"],
 ]
 LAYERS: dict[str, list[list[str]]] = {"": TOP, "loop": LOOP, "gpu": GPU}
 
@@ -61,6 +63,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "orjson": {"http"},
     "msgspec": {"http"},
     "prometheus_client": {"metrics", "serve"},
+    "opentelemetry": {"tracing.otlp"},
     "tokenizers": {"loop.tokenizer", "loop.gguf_tokenizer"},
     "transformers": {"loop.tokenizer"},
     "jinja2": {"loop.chat_template"},
@@ -73,9 +76,12 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "loop.pipeline",
         "loop.channel",
         "loop.grammar_cache",
+        "loop.deadlines",
+        "metrics.exposition",
         "gpu.executor",
         "gpu.completion",
         "http",
+        "faults",
         "serve",
         "__main__",
         "offline",
@@ -84,8 +90,8 @@ THIRD_PARTIES: dict[str, set[str]] = {
 }
 """Third parties (and asyncio) → the modules and packages that may import them."""
 
-ONLY_INSIDE_FUNCTIONS = {"transformers", "huggingface_hub", "uvloop", "xgrammar"}
-"""Importing these costs seconds or brings torch."""
+ONLY_INSIDE_FUNCTIONS = {"transformers", "huggingface_hub", "uvloop", "xgrammar", "opentelemetry"}
+"""Importing these costs seconds or brings torch; opentelemetry need not be there."""
 
 EXEMPT = {("", "offline")}
 """The package's `__getattr__` finds `LLM` when it is first asked for."""

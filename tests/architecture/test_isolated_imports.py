@@ -28,8 +28,11 @@ for name in sys.argv[1:]:
 sys.exit("cannot be imported alone: " + ", ".join(failed) if failed else 0)
 """
 
-# Foreign packages whose own import warns or is slow are imported before warnings become errors.
-GROUPS = {"gpu": ["torch", "numpy", "safetensors.torch", "tqdm"], "": []}
+# Foreign packages whose own import warns or is slow are imported once, before warnings become errors.
+GROUPS = {
+    "gpu": ["torch", "numpy", "safetensors.torch", "tqdm"],
+    "": ["aiohttp.web", "gguf", "jinja2.sandbox", "msgspec", "numpy", "prometheus_client", "tokenizers"],
+}
 
 
 def modules(*, of_gpu: bool) -> list[str]:

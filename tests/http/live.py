@@ -7,14 +7,16 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from asyncserve.http.app import build_app, make_runner
-from asyncserve.http.connection import HeaderLimits
+from asyncserve.http.connection import ConnectionBound, HeaderLimits
 from asyncserve.loop.engine import Engine
+from asyncserve.metrics.exposition import new_registry, render
 from tests.fakes.executor import FakeExecutor, NextToken, fake_info
 from tests.fakes.tokenizer import EOS_ID, FakeTokenizer
 
@@ -143,9 +145,12 @@ async def live_server(
     tokenizer: FakeTokenizer | None = None,
     is_started: bool = True,
     check_plans: bool = True,
+    executor_class: type[FakeExecutor] = FakeExecutor,
     info: Mapping[str, int] | None = None,
     engine_options: Mapping[str, Any] | None = None,
     limits: HeaderLimits | None = None,
+    bound: ConnectionBound | None = None,
+    keepalive_timeout_s: float = 75.0,
     tls: ssl.SSLContext | None = None,
     client_tls: ssl.SSLContext | None = None,
     **app_options: Any,
@@ -157,24 +162,33 @@ async def live_server(
         engine: Instead of a real one.
         is_started: Whether the engine is started.
         check_plans: Whether the device checks what it is asked, which takes longer with each token.
+        executor_class: Of the device.
         info: Of the fake device, where it is not the default.
         engine_options: Of `Engine`.
         limits: Of headers.
+        bound: Of the number of connections.
+        keepalive_timeout_s: How long a connection without a request stays open.
         tls: To listen with.
         client_tls: Of the client.
         app_options: Of `build_app`.
     """
-    executor = FakeExecutor(fake_info(**(info or {})), next_token=next_token, check_plans=check_plans)
+    executor = executor_class(fake_info(**(info or {})), next_token=next_token, check_plans=check_plans)
     if engine is None:
         engine = Engine(executor=executor, tokenizer=tokenizer or FakeTokenizer(), **(engine_options or {}))
         if is_started:
             await engine.start()
     app_options = {
         "model_names": (MODEL, "alias/of-it"),
-        "metrics_renderer": lambda: b"# none\n",
+        "metrics_renderer": partial(render, new_registry()),
         **app_options,
     }
-    runner = make_runner(build_app(engine, **app_options), shutdown_timeout_s=0.2, limits=limits)
+    runner = make_runner(
+        build_app(engine, **app_options),
+        shutdown_timeout_s=0.2,
+        limits=limits,
+        bound=bound,
+        keepalive_timeout_s=keepalive_timeout_s,
+    )
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
     scheme = "http" if tls is None else "https"

@@ -165,10 +165,10 @@ async def test_handlers_can_tell_owners_of_keys_apart_and_do_not_see_the_keys() 
 
     for keys in (("one", "two"), ()):
         app = web.Application(middlewares=[require_key(keys)] if keys else [])
-        app.router.add_get("/", note)
+        app.router.add_get("/whose", note)
         async with TestClient(TestServer(app)) as client:
             for key in ("one", "two", "one"):
-                await client.get("/", headers={"Authorization": f"Bearer {key}"})
+                await client.get("/whose", headers={"Authorization": f"Bearer {key}"})
     assert owners[0] == owners[2] != owners[1]
     assert b"one" not in owners[0]
     assert owners[3:] == [b"", b"", b""]

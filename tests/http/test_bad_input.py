@@ -486,7 +486,7 @@ async def test_nothing_is_taken_before_the_engine_has_started() -> None:
 
 
 async def test_a_bug_is_a_500_without_details() -> None:
-    def burn() -> bytes:
+    async def burn() -> bytes:
         raise ZeroDivisionError("secret")
 
     async with live_server(metrics_renderer=burn) as live:

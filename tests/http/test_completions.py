@@ -352,17 +352,19 @@ async def test_every_sampling_field_reaches_the_device() -> None:
 
 async def test_a_failed_step_answers_500_or_ends_the_stream_with_an_error_event() -> None:
     async with live_server(next_token=spell("xyz")) as live:
-        live.executor.fail(0, "the device burnt")
+        live.executor.fail_from(0, "the device burnt")
         whole = await live.complete()
+        live.executor.mend()
         live.executor.hold()
         streaming = asyncio.create_task(live.complete(stream=True, stream_options={"include_usage": True}))
         await live.until_running(1)
         await live.until_step_waits()
         live.executor.complete()
         await live.until_step_waits()
-        live.executor.fail(live.executor.pending_step_ids[0])
+        live.executor.fail_from(live.executor.pending_step_ids[0])
         live.executor.resume()
         streamed = await streaming
+        live.executor.mend()
         assert live.num_sequences == 0
         assert (await live.complete()).status == 200
     assert whole.status == 500

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncserve.http.caller import Caller
 from asyncserve.http.conversation import chat_call
 from asyncserve.http.schema import ChatBody
 from asyncserve.http.serving import SERVING
@@ -72,7 +73,7 @@ async def test_how_the_model_is_told_to_write_calls_is_worked_out_once() -> None
     async with live_server(engine=engine) as live:
         serving = live.runner.app[SERVING]
         first, second = [
-            await chat_call(serving, body, num_bytes=0, response_id="r", arrival_s=0.0) for _ in range(2)
+            await chat_call(serving, body, num_bytes=0, response_id="r", caller=Caller()) for _ in range(2)
         ]
     assert first.message_format.tool_parser == "hermes"
     assert first.message_format is second.message_format

@@ -77,7 +77,7 @@ async def test_answers_errors_and_streams_carry_the_origin() -> None:
 
 
 async def test_a_bug_in_a_handler_is_shown_to_pages_too(caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> bytes:
+    async def broken() -> bytes:
         raise ZeroDivisionError
 
     async with live_server(cross_origin=CrossOrigin(origins=("*",)), metrics_renderer=broken) as live:

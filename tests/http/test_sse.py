@@ -18,12 +18,19 @@ from asyncserve.http.sse import (
     data_event,
     named_event,
 )
+from asyncserve.http.write_pacing import WritePacer
 from asyncserve.request import FinishReason, RequestOutput, Usage
 from tests.http.live import until
 
 
 class Renderer:
     """Shapes that are easy to read: `3:text`, `3:text!stop`."""
+
+    def first_events(self) -> list[bytes]:
+        return []
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
 
     def frame(self, index: int) -> tuple[bytes, bytes] | None:
         return b"data: %d:" % index, b"\n\n"
@@ -81,8 +88,15 @@ def make(
     is_chunked: bool = False,
     clock: Clock | None = None,
     renderer: Renderer | None = None,
+    stream_interval: int | None = None,
 ) -> tuple[EventStream, Transport, list[StreamSink]]:
-    stream = EventStream(renderer or Renderer(), clock=clock or Clock(), stall_timeout_s=60.0)
+    clock = clock or Clock()
+    stream = EventStream(
+        renderer or Renderer(),
+        clock=clock,
+        stall_timeout_s=60.0,
+        pacer=WritePacer(clock=clock, stream_interval=stream_interval),
+    )
     sinks, base_index = [], 0
     for number in num_choices:
         sinks.append(
@@ -341,3 +355,151 @@ async def test_fault_while_catching_up_ends_the_stream_instead_of_leaving_its_ha
     transport.unsent = 0
     assert await stream.ended is StreamEnd.FAILED
     assert isinstance(seen[0]["exception"], ZeroDivisionError)
+
+
+# ---- many tokens in one write --------------------------------------------------------------------------
+
+
+def lane_of(sink: StreamSink) -> EventStream:
+    lane = sink.lane(0)
+    assert lane is not None
+    return lane
+
+
+def pass_texts(lane: EventStream, *texts: str) -> None:
+    """Do with texts what the pipeline does."""
+    for text in texts:
+        lane.texts.append(StreamSink.encode(text))
+        if len(lane.texts) == lane.flush_len:
+            lane.flush()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_bare_texts_make_the_events_that_outputs_make(is_chunked: bool) -> None:
+    texts = ["a", 'é"\n', " ", "x" * 5000]
+    _, by_output, [sink] = make(1, is_chunked=is_chunked)
+    for text in ("first", *texts):
+        sink.put(output(text))
+    _, by_lane, [sink] = make(1, is_chunked=is_chunked)
+    sink.put(output("first"))
+    pass_texts(lane_of(sink), *texts)
+    assert by_lane.writes == by_output.writes
+
+
+async def test_given_number_of_tokens_goes_into_a_write_and_the_first_and_the_last_at_once() -> None:
+    stream, transport, [sink] = make(1, is_chunked=True, stream_interval=3)
+    sink.put(output("a"))
+    assert len(transport.writes) == 1
+    pass_texts(lane_of(sink), *"bcdefgh")
+    sink.put(output("i", end=FinishReason.STOP))
+    assert [write.count(b"data: ") for write in transport.writes] == [1, 3, 3, 4]
+    bodies = [write.partition(b"\r\n")[2].removesuffix(b"\r\n") for write in transport.writes]
+    for write, body in zip(transport.writes, bodies, strict=True):
+        assert write.startswith(b"%x\r\n" % len(body)), "the events of a write are one chunk"
+    transport.writes = bodies
+    letters = ["0:^a", *(f"0:{letter}" for letter in "bcdefgh"), "0:i!stop", "5 tokens", "[DONE]"]
+    assert events(transport) == letters
+    assert stream.ended.done()
+
+
+async def test_outputs_are_joined_as_bare_texts_are() -> None:
+    _, transport, [sink] = make(2, stream_interval=2)
+    for letter in "abcde":
+        sink.put(output(letter))
+    sink.put(output("x", index=1))
+    assert [write.count(b"data: ") for write in transport.writes] == [1, 2, 2, 1]
+    assert events(transport) == ["0:^a", "0:b", "0:c", "0:d", "0:e", "1:^x"]
+
+
+async def test_output_between_bare_texts_keeps_its_place() -> None:
+    _, transport, [sink] = make(1, stream_interval=4)
+    sink.put(output("a"))
+    lane = lane_of(sink)
+    pass_texts(lane, "b", "c")
+    assert lane.settle() == 2
+    sink.put(output("d"))
+    assert lane.settle() == 0
+    pass_texts(lane, "e")
+    assert [write.count(b"data: ") for write in transport.writes] == [1, 4]
+    assert events(transport) == [f"0:{text}" for text in ("^a", "b", "c", "d", "e")]
+    assert lane.settle() == 1
+
+
+async def test_failure_comes_behind_what_waits() -> None:
+    _, transport, [sink] = make(1, stream_interval=4)
+    sink.put(output("a"))
+    pass_texts(lane_of(sink), "b", "c")
+    sink.fail(EngineStopped("gone"))
+    assert events(transport) == ["0:^a", "0:b", "0:c", "error gone"]
+
+
+async def test_stream_under_load_joins_what_comes_within_the_interval() -> None:
+    clock = Clock()
+    pacer = WritePacer(clock=clock)
+    stream = EventStream(Renderer(), clock=clock, stall_timeout_s=60.0, pacer=pacer)
+    sink = stream.add_sink(base_index=0, num_choices=1, wants_usage=False, escaped=EscapedTexts())
+    transport = Transport()
+    stream.open(transport, heads=None)
+    pacer.note_write(stream, 1000)  # in no time
+    sink.put(output("a"))
+    assert len(transport.writes) == 1, "the first token does not wait"
+    pass_texts(lane_of(sink), "b", "c")
+    sink.put(output("d"))
+    assert len(transport.writes) == 1
+    clock.now_s += 0.004
+    await until(lambda: len(transport.writes) == 2)
+    pass_texts(lane_of(sink), "e")
+    sink.put(output("f", end=FinishReason.STOP))
+    assert [write.count(b"data: ") for write in transport.writes] == [1, 3, 4], "nor does the last"
+    assert events(transport)[:6] == ["0:^a", "0:b", "0:c", "0:d", "0:e", "0:f!stop"]
+
+
+async def test_slow_reader_gets_bare_texts_merged_when_it_has_drained() -> None:
+    stream, transport, [sink] = make(1)
+    sink.put(output("a"))
+    lane = lane_of(sink)
+    transport.unsent = 70_000
+    pass_texts(lane, "b", "c", "d")
+    assert sink.lane(0) is None, "what comes by outputs must come behind them"
+    assert lane.settle() == 3
+    sink.put(output("e"))
+    sink.put(output("f"))
+    transport.unsent = 0
+    await until(lambda: len(transport.writes) == 3)
+    assert events(transport) == ["0:^a", "0:b", "0:cd", "0:ef"]
+    pass_texts(lane_of(sink), "g")
+    assert events(transport)[-1] == "0:g"
+    stream.close()
+
+
+async def test_reader_that_leaves_is_not_written_bare_texts() -> None:
+    stream, transport, [sink] = make(1)
+    sink.put(output("a"))
+    lane = lane_of(sink)
+    transport.closed = True
+    pass_texts(lane, "b", "c")
+    assert await stream.ended is StreamEnd.FAILED
+    stream.close()
+    pass_texts(lane, "d")
+    assert events(transport) == ["0:^a"]
+
+
+async def test_only_a_stream_of_plain_text_takes_bare_texts() -> None:
+    class Frameless(Renderer):
+        def frame(self, index: int) -> tuple[bytes, bytes] | None:
+            return None
+
+    _, _, [sink] = make(1)
+    assert sink.lane(0) is None, "its first output brings more than text"
+    _, _, [sink] = make(2)
+    sink.put(output("a"))
+    assert sink.lane(0) is None, "several choices"
+    _, _, sinks = make(1, 1)
+    sinks[0].put(output("a"))
+    assert sinks[0].lane(0) is None, "several prompts"
+    _, _, [sink] = make(1, renderer=Frameless())
+    sink.put(output("a"))
+    assert sink.lane(0) is None, "events with more than text"
+    _, _, [sink] = make(1, is_open=False)
+    sink.put(output("a"))
+    assert sink.lane(0) is None, "not open yet"

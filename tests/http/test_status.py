@@ -25,7 +25,10 @@ async def test_models_are_listed_with_their_context() -> None:
 
 
 async def test_version_and_metrics() -> None:
-    async with live_server(metrics_renderer=lambda: b"up 1\n") as live:
+    async def up() -> bytes:
+        return b"up 1\n"
+
+    async with live_server(metrics_renderer=up) as live:
         assert (await live.call("/version")).json == {"version": asyncserve.__version__}
         metrics = await live.call("/metrics")
     assert metrics.body == b"up 1\n"

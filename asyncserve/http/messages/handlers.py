@@ -12,6 +12,7 @@ import orjson
 from aiohttp import web
 
 from asyncserve.http.body import read_body
+from asyncserve.http.caller import Caller
 from asyncserve.http.conversation import LARGE_BODY_BYTES, ChatCall, chat_call
 from asyncserve.http.failures import speaks_anthropic
 from asyncserve.http.generation import LARGE_TEXT_LEN, collect, stream
@@ -30,8 +31,9 @@ async def messages(http_request: web.Request) -> web.StreamResponse:
     request_id = request_id_of(http_request)
     message_id = f"msg_{request_id}"
     with serving.refusals_counted():
+        caller = serving.caller(http_request, arrival_s)
         body = serving.bodies.decode(data, MessagesBody)
-        call = await _call(serving, body, len(data), message_id, arrival_s)
+        call = await _call(serving, body, len(data), message_id, caller)
     shapes = MessageShapes(
         message_id=message_id,
         request_id=request_id,
@@ -68,7 +70,7 @@ async def count_tokens(http_request: web.Request) -> web.Response:
     serving = http_request.app[SERVING]
     data = await read_body(http_request, timeout_s=serving.body_timeout_s)
     body = serving.bodies.decode(data, CountTokensBody)
-    call = await _call(serving, body, len(data), "count", serving.clock())
+    call = await _call(serving, body, len(data), "count", Caller())
     with FIELD_NAMES.errors_as_asked():
         num_tokens = await asyncio.to_thread(_num_tokens, serving, call)
     return web.Response(body=orjson.dumps({"input_tokens": num_tokens}), content_type="application/json")
@@ -81,14 +83,14 @@ async def name_request_id(http_request: web.Request, response: web.StreamRespons
 
 
 async def _call(
-    serving: Serving, body: ConversationBody, num_bytes: int, message_id: str, arrival_s: float
+    serving: Serving, body: ConversationBody, num_bytes: int, message_id: str, caller: Caller
 ) -> ChatCall:
     serving.model_name(body.model)
     is_large = num_bytes > LARGE_BODY_BYTES
     asked = await asyncio.to_thread(chat_body, body) if is_large else chat_body(body)
     with FIELD_NAMES.errors_as_asked():
         return await chat_call(
-            serving, asked, num_bytes=num_bytes, response_id=message_id, arrival_s=arrival_s
+            serving, asked, num_bytes=num_bytes, response_id=message_id, caller=caller
         )
 
 

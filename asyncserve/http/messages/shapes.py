@@ -73,6 +73,21 @@ class MessageShapes:
         ending = self._ending(output, usage)
         return orjson.dumps({**self._message(content), **ending, "usage": self._total_usage(usage)})
 
+    def first_events(self) -> list[bytes]:
+        """Render the beginning: the message without content."""
+        message = {
+            **self._message([]),
+            "stop_reason": None,
+            "stop_sequence": None,
+            "stop_details": None,
+            "usage": self._usage(Usage(self._num_prompt_tokens, 0, 0)),
+        }
+        return [_event("message_start", message=message), self.keep_alive()]
+
+    def keep_alive(self) -> bytes:
+        """Render a ping, which Anthropic's clients expect at any time."""
+        return _event("ping")
+
     def frame(self, index: int) -> tuple[bytes, bytes] | None:
         """Return what stands around the text of an event with nothing but text."""
         if not self._is_plain or self._max_tokens == 0:
@@ -84,18 +99,8 @@ class MessageShapes:
     def events(
         self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | None
     ) -> list[bytes]:
-        """Render any output: the beginning, blocks, the reason of the end, as far as they are new."""
-        events = []
-        if is_first:
-            before_output = Usage(self._num_prompt_tokens, 0, 0)
-            message = {
-                **self._message([]),
-                "stop_reason": None,
-                "stop_sequence": None,
-                "stop_details": None,
-                "usage": self._usage(before_output),
-            }
-            events += [_event("message_start", message=message), _event("ping")]
+        """Render any output: blocks and the reason of the end, as far as they are new."""
+        events: list[bytes] = []
         if self._max_tokens > 0:
             if is_first and self._is_plain:
                 events += map(_block_event, self._writer.open_text())

@@ -15,8 +15,9 @@ import orjson
 from aiohttp import web
 
 import asyncserve
+from asyncserve.http.caller import TIMEOUT_HEADER
 from asyncserve.http.openapi.fields import DEFAULTS, OWN_DEFAULTS, OWN_RANGES, RANGES, TYPES
-from asyncserve.http.openapi.operations import ERRORS, EVENTS, JSON, OPERATIONS, Operation
+from asyncserve.http.openapi.operations import ERRORS, EVENTS, JSON, OF_ENGINE, OPERATIONS, Operation
 from asyncserve.http.schema import HARMLESS, UNSUPPORTED
 from asyncserve.http.serving import REQUEST_ID_HEADER
 
@@ -89,6 +90,15 @@ _REQUEST_ID = {
 }
 
 
+_REQUEST_TIMEOUT = {
+    "name": TIMEOUT_HEADER,
+    "in": "header",
+    "description": "Seconds that the answer may take, from the request to its last token. After them it is a"
+    " 504, or a stream ends with an error. The server may allow fewer.",
+    "schema": {"type": "number", "minimum": 1},
+}
+
+
 def _operation(each: Operation, schema_of: Mapping[Any, Any], *, has_keys: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": each.name,
@@ -109,6 +119,7 @@ def _operation(each: Operation, schema_of: Mapping[Any, Any], *, has_keys: bool)
                 {"name": name, "in": "query", "description": meaning, "schema": schema}
                 for name, meaning, schema in each.query
             ),
+            *([_REQUEST_TIMEOUT] if set(OF_ENGINE) <= set(each.errors) else []),
             {"$ref": "#/components/parameters/RequestId"},
         ],
     }

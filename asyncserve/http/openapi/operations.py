@@ -27,6 +27,7 @@ ERRORS: Mapping[int, str] = {
     429: "The queue is full: try again after `Retry-After` seconds.",
     500: "A bug here, or a step that failed on the device.",
     503: "The server is loading, draining or has failed.",
+    504: "The answer was not complete in the time allowed for it.",
 }
 """Every status of an error, with its meaning."""
 
@@ -34,7 +35,7 @@ OF_ALL = (400, 431, 500)
 """Errors any operation may have: bad HTTP, too many headers, a bug. With keys, 401 is one, too."""
 OF_BODIES = (408, 413, 415)
 """Errors of operations with a body."""
-OF_ENGINE = (404, 429, 503)
+OF_ENGINE = (404, 429, 503, 504)
 """Errors of operations that generate."""
 
 

@@ -61,7 +61,7 @@ def _operation(
     yield from ("", f"### `{method} {path}`", "", _sentence(operation["summary"]))
     if "description" in operation:
         yield operation["description"]
-    parameters = [each for each in operation["parameters"] if each.get("in") in ("path", "query")]
+    parameters = [each for each in operation["parameters"] if "in" in each]
     if parameters:
         yield from ("", "| parameter | in | type | meaning |", "|---|---|---|---|")
         for each in parameters:

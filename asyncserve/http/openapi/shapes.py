@@ -286,9 +286,16 @@ class ModelList(Shape):
 
 
 class HealthAnswer(Shape):
-    """The engine makes progress, or has nothing to do."""
+    """The engine makes progress, or has nothing to do, and what that was judged by."""
 
     status: Literal["ok"]
+    num_device_restarts: Annotated[int, Meta(ge=0, description="Times a lost device was opened anew.")]
+    num_unapplied_steps: Annotated[int, Meta(ge=0, description="Steps the device has not finished.")]
+    num_running: NotNegative
+    num_waiting: NotNegative
+    seconds_without_progress: Annotated[
+        float, Meta(ge=0, description="Since a step ended, or since there is work.")
+    ]
 
 
 class LiveAnswer(Shape):

@@ -18,12 +18,12 @@ from typing import Any
 
 import orjson
 
-from asyncserve.errors import Overloaded, RequestError
+from asyncserve.errors import DeadlineExceeded, Overloaded, RequestError
 from asyncserve.http.failures import failure_of
 from asyncserve.http.logprobs import TokenTexts, chat_content
 from asyncserve.http.parsers.interface import MessageDelta, MessageParser, ToolCallDelta
 from asyncserve.http.reasoning_tokens import ReasoningCount
-from asyncserve.http.sse import named_event
+from asyncserve.http.sse import KEEP_ALIVE, named_event
 from asyncserve.http.tools import new_call_id
 from asyncserve.request import FinishReason, RequestOutput, TokenLogprobs, Usage
 
@@ -232,7 +232,7 @@ class ResponseWriter:
         begun = [] if self.has_begun else self.begin()
         failure = failure_of(error)
         code = "server_error"
-        if isinstance(error, RequestError):
+        if isinstance(error, RequestError) and not isinstance(error, DeadlineExceeded):
             code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "invalid_prompt"
         self._close("incomplete")
         self.status = "failed"
@@ -442,6 +442,14 @@ class ResponseEvents:
         self._on_complete = on_complete
         self._shown_error = shown_error
 
+    def first_events(self) -> list[bytes]:
+        """Announce the response."""
+        return self._writer.begin()
+
+    def keep_alive(self) -> bytes:
+        """Return a comment: an event would need a number."""
+        return KEEP_ALIVE
+
     def frame(self, index: int) -> None:
         """Return nothing: every event has a number of its own."""
         return
@@ -450,8 +458,7 @@ class ResponseEvents:
         self, index: int, output: RequestOutput, *, is_first: bool, usage: Usage | None
     ) -> list[bytes]:
         """Render any output."""
-        begun = self._writer.begin() if is_first else []
-        return begun + self._writer.feed(output)
+        return self._writer.feed(output)
 
     def last_events(self, usages: Sequence[Usage]) -> list[bytes]:
         """Render the end; there is no `[DONE]`."""

@@ -33,6 +33,7 @@ from asyncserve.http.responses.input import (
 from asyncserve.http.responses.schema import ResponsesBody, ResponseToolChoice
 from asyncserve.http.responses.store import RunningResponse, StoredResponse
 from asyncserve.http.serving import REQUEST_ID_HEADER, SERVING, Serving, request_id_of
+from asyncserve.http.sse import KEEP_ALIVE
 from asyncserve.request import RequestOutput, Usage
 
 MAX_CONVERSATION_BYTES = 16 * 1024 * 1024
@@ -72,6 +73,7 @@ async def _answer(http_request: web.Request) -> web.StreamResponse | _Begun:
     owner = owner_of(http_request)
     response_id = new_id("resp")
     with serving.refusals_counted(), FIELD_NAMES.errors_as_asked():
+        caller = serving.caller(http_request, arrival_s)
         body = serving.bodies.decode(data, ResponsesBody)
         check_body(body)
         previous = _previous(serving, body, owner)
@@ -81,7 +83,7 @@ async def _answer(http_request: web.Request) -> web.StreamResponse | _Begun:
             lambda: _prepared(body, previous, max(MAX_CONVERSATION_BYTES, 2 * http_request.client_max_size)),
         )
         call = await chat_call(
-            serving, asked.chat, num_bytes=num_bytes, response_id=response_id, arrival_s=arrival_s
+            serving, asked.chat, num_bytes=num_bytes, response_id=response_id, caller=caller
         )
         if body.background:
             # Last: nothing is awaited between this and its taking the place.
@@ -294,7 +296,7 @@ async def _follow(
     Args:
         first: Number of the first event to write.
     """
-    stall_timeout_s = http_request.app[SERVING].stall_timeout_s
+    serving = http_request.app[SERVING]
     response = event_stream(http_request, request_id)
     await response.prepare(http_request)
     if http_request.method == hdrs.METH_HEAD:
@@ -304,7 +306,7 @@ async def _follow(
         if events:
             first += len(events)
             try:
-                async with asyncio.timeout(stall_timeout_s):
+                async with asyncio.timeout(serving.stall_timeout_s):
                     await response.write(b"".join(events))
             except TimeoutError:
                 if http_request.transport is not None:
@@ -312,9 +314,19 @@ async def _follow(
                 break
         elif isinstance(found, StoredResponse) or found.is_done:
             break
-        else:
-            await found.wait_for_news()
+        elif not await _news_came(found, serving.keep_alive_s):
+            await response.write(KEEP_ALIVE)
     return response
+
+
+async def _news_came(running: RunningResponse, within_s: float) -> bool:
+    """Wait for a response's news, at most so many seconds (0: however long); return whether they came."""
+    try:
+        async with asyncio.timeout(within_s or None):
+            await running.wait_for_news()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _in_thread_if(is_slow: bool, make: Callable[[], Made]) -> Made:

@@ -477,7 +477,7 @@ async def test_the_client_raises_the_right_classes() -> None:
     assert bad.value.type == "invalid_request_error"
     assert bad.value.request_id
     async with live_server() as live, client_for(live) as client:
-        live.executor.fail(1)
+        live.executor.fail_from(1)
         with pytest.raises(anthropic.InternalServerError) as failed:
             await client.messages.create(**asked)
     assert failed.value.type == "api_error"
@@ -511,7 +511,7 @@ async def test_a_full_queue_and_a_server_that_loads_are_told_apart() -> None:
 
 async def test_an_error_within_a_stream_is_raised_by_the_client() -> None:
     async with live_server(next_token=spell("xyz")) as live, client_for(live) as client:
-        live.executor.fail(2)
+        live.executor.fail_from(2)
         with pytest.raises(anthropic.APIStatusError) as failed:
             async with client.messages.stream(model=MODEL, max_tokens=9, messages=HI) as stream:
                 await stream.get_final_message()

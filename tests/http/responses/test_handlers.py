@@ -460,7 +460,7 @@ async def test_a_client_that_leaves_ends_its_response_which_is_not_kept(stream: 
 
 async def test_a_step_that_fails_ends_a_stream_with_an_error_and_a_failed_response() -> None:
     async with live_server(next_token=spell("xyz")) as live:
-        live.executor.fail(2)
+        live.executor.fail_from(2)
         events = events_of(await respond(live, stream=True))
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     assert events[-1]["response"]["status"] == "failed"
@@ -533,7 +533,7 @@ async def test_deleting_a_running_response_ends_it() -> None:
 
 async def test_a_background_response_that_fails_says_so() -> None:
     async with live_server(next_token=spell("xyz")) as live:
-        live.executor.fail(2)
+        live.executor.fail_from(2)
         path = f"/v1/responses/{(await made(live, background=True))['id']}"
         await live.until_running(0)
         response = (await live.call(path)).json
@@ -565,7 +565,7 @@ async def test_background_responses_that_come_at_once_are_bounded_too() -> None:
     async with live_server(
         next_token=spell("x"),
         response_store_size=1,
-        info={"max_model_len": 200_000, "num_blocks": 20_000, "max_num_batched_tokens": 8192},
+        info={"max_model_len": 200_000, "num_blocks": 30_000, "max_num_batched_tokens": 8192},
     ) as live:
         live.executor.hold()
         # Large ones are put together in threads: all of them are looked at before one is there.

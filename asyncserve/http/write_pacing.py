@@ -1,0 +1,117 @@
+"""When each stream's waiting events are written: at once, on a clock, or by a number of tokens.
+
+A write to a socket costs the kernel several times what the event in it costs us, so many tokens a second
+are cheaper in fewer writes. A stream that was written to under load *rests* for `JOIN_INTERVAL_S`: what comes
+meanwhile is kept, and goes out in one write when its rest is over. Rests end in the order they began, in
+slices, by one timer; so the writes of many streams spread over the interval. Below the load, and with
+`stream_interval`, nobody rests. Knows no transport: streams write themselves.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+JOIN_INTERVAL_S = 0.004
+"""How long a stream rests after a write under load."""
+JOIN_ABOVE_PER_S = 50_000.0
+"""Tokens a second from which streams rest: writing each by itself would take a quarter of a core."""
+JOIN_BELOW_PER_S = 40_000.0
+"""Tokens a second below which they no longer do."""
+JUDGED_TOKENS = 512
+"""After so many tokens the load is judged anew."""
+EARLY_S = 0.0005
+"""By so much a rest may end early: the loop's timers count in milliseconds."""
+LEAST_DELAY_S = 0.001
+WRITES_PER_SLICE = 16
+"""Writes in one iteration of the loop: about 0.1 ms, beside what a step needs of it."""
+NEVER = -1
+"""A `flush_len` that no number of texts reaches."""
+
+
+class PacedStream(Protocol):
+    """A stream of events, as the pacer sees it."""
+
+    is_resting: bool
+    """Whether the pacer will call `end_rest`."""
+    flush_len: int
+    """At how many waiting tokens it is to write."""
+
+    def end_rest(self) -> bool:
+        """Write what waits; return whether anything was written, after which it may rest again."""
+
+
+class WritePacer:
+    """The pace of all streams of a server.
+
+    Args:
+        clock: Monotonic seconds.
+        stream_interval: Tokens of one write, whatever the load; None leaves it to the clock.
+    """
+
+    def __init__(self, *, clock: Callable[[], float], stream_interval: int | None = None) -> None:
+        self.flush_len = stream_interval or 1
+        """At how many waiting tokens a stream that does not rest writes."""
+        self._clock = clock
+        self.is_clocked = stream_interval is None
+        """Whether writes are to be noted, for some may have to be joined."""
+        self._joins = False
+        self._num_tokens = 0
+        self._judged_s = clock()
+        self._resting: deque[tuple[float, PacedStream]] = deque()
+        self.is_waking = False
+        """Whether the loop will call it."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether a stream that is written to rests."""
+        return self._joins
+
+    def note_write(self, stream: PacedStream, num_tokens: int) -> None:
+        """Let a stream that has written rest, if it is to."""
+        self._num_tokens += num_tokens
+        if self._num_tokens >= JUDGED_TOKENS and self.is_clocked:
+            self._judge_load()
+        if stream.is_resting:
+            return
+        if not self._joins:
+            stream.flush_len = self.flush_len
+            return
+        stream.is_resting = True
+        stream.flush_len = NEVER
+        self._resting.append((self._clock() + JOIN_INTERVAL_S, stream))
+        if not self.is_waking:
+            self.is_waking = True
+            asyncio.get_running_loop().call_later(JOIN_INTERVAL_S, self._wake)
+
+    def _judge_load(self) -> None:
+        now_s = self._clock()
+        limit_per_s = JOIN_BELOW_PER_S if self._joins else JOIN_ABOVE_PER_S
+        self._joins = self._num_tokens > limit_per_s * (now_s - self._judged_s)
+        self._num_tokens = 0
+        self._judged_s = now_s
+
+    def _wake(self) -> None:
+        """End the rests that are over, a slice of writes at a time."""
+        resting = self._resting
+        due_s = self._clock() + EARLY_S
+        num_writes = 0
+        while resting and resting[0][0] <= due_s and num_writes < WRITES_PER_SLICE:
+            _, stream = resting.popleft()
+            stream.is_resting = False
+            try:
+                num_writes += stream.end_rest()
+            except Exception:
+                # Its own affair: the other streams wait behind it.
+                logger.exception("a stream could not be written")
+        self.is_waking = bool(resting)
+        if resting:
+            delay_s = resting[0][0] - due_s
+            loop = asyncio.get_running_loop()
+            if delay_s <= 0:
+                loop.call_soon(self._wake)
+            else:
+                loop.call_later(max(delay_s, LEAST_DELAY_S), self._wake)

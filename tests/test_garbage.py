@@ -1,0 +1,53 @@
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from asyncserve.garbage import collect_in_peace, settle_collector
+
+
+class Knot:
+    """Refers to itself, so that only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def collector_as_it_was() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+def test_what_lives_when_all_is_loaded_is_not_looked_at_again() -> None:
+    before = gc.get_freeze_count()
+    knot = Knot()
+    settle_collector()
+    assert gc.get_freeze_count() > before
+    assert knot not in gc.get_objects()
+
+
+def test_garbage_that_outlived_a_young_collection_goes_when_nothing_runs() -> None:
+    knot = Knot()
+    settle_collector()
+    other = Knot()
+    gc.collect(0)
+    ghosts = [weakref.ref(other)]
+    del other, knot
+    assert ghosts[0]() is not None
+    collect_in_peace()
+    assert ghosts[0]() is None
+
+
+def test_nothing_is_collected_where_nothing_happened() -> None:
+    settle_collector()
+    seen: list[str] = []
+    gc.callbacks.append(lambda phase, _: seen.append(phase))
+    try:
+        collect_in_peace()
+    finally:
+        gc.callbacks.pop()
+    assert not seen
