@@ -194,7 +194,7 @@ class ServerConfig:
     """vllm: /metrics also has vLLM's names, for dashboards, autoscalers and routers made for it."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector that gets a trace of each request, such as
-    http://localhost:4318/v1/traces or grpc://localhost:4317. Needs the extra: pip install asyncserve[otel]."""
+    http://localhost:4318/v1/traces or grpc://localhost:4317. Needs pip install asyncserve[otel]."""
     trace_steps: str | None = None
     """File that gets a timeline of every step (loop, device thread, device, waiter), for ui.perfetto.dev."""
 
