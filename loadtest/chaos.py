@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import random
-import re
 import sys
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ import psutil
 import uvloop
 
 from loadtest.client import Answer, Client, Connection, ConnectionLost, Record, error_message
+from loadtest.metrics_page import totals
 from loadtest.workload import Sample, random_tokens, text
 
 HEALTH_INTERVAL_S = 0.05
@@ -242,14 +242,11 @@ class Chaos:
 
 async def gauges(client: Client) -> dict[str, float]:
     """Return what /metrics says of `GAUGES_AT_REST`."""
-    page = (await client.ask("GET", "/metrics")).body.decode()
-    values = {}
+    found = totals((await client.ask("GET", "/metrics")).body.decode())
     for name, metric in GAUGES_AT_REST.items():
-        found = re.search(rf"^asyncserve:{metric}(?:\{{[^}}]*\}})? (\S+)", page, re.MULTILINE)
-        if found is None:
+        if f"asyncserve:{metric}" not in found:
             raise ValueError(f"/metrics does not show {name}")
-        values[name] = float(found[1])
-    return values
+    return {name: found[f"asyncserve:{metric}"] for name, metric in GAUGES_AT_REST.items()}
 
 
 async def _reference(client: Client) -> str:

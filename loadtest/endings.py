@@ -25,7 +25,7 @@ import uvloop
 
 import asyncserve
 from loadtest.client import Client, ConnectionLost, Record, error_message
-from loadtest.gpu.server_process import ServerFailed, ServerProcess, free_port, running
+from loadtest.server_process import ServerFailed, ServerProcess, free_port, running
 from loadtest.workload import Sample, text
 
 DEMO_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -9,15 +9,17 @@ costs more bytes than that, or the idle server more than 1 % of a core.
 import argparse
 import asyncio
 import json
-import resource
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from urllib.parse import urlsplit
 
 import psutil
 import uvloop
+
+from loadtest.chaos import measured_idle_share
+from loadtest.client import Client, Connection, ConnectionLost
+from loadtest.sender import allow_many_connections
 
 AT_ONCE = 64
 """Connections opened at the same time: the kernel's queue of those not accepted is short."""
@@ -43,9 +45,6 @@ class Cost:
     left_bytes: int
 
 
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
 class IdleConnections:
     """Connections to one server, and what they cost it.
 
@@ -58,28 +57,27 @@ class IdleConnections:
 
     def __init__(self, url: str, pid: int, *, path: str = "/live", settle_s: float = SETTLE_S) -> None:
         self._settle_s = settle_s
-        parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
-        self._request = f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
+        self._client = Client(url)
+        self._request = self._client.head("GET", path)
         self._process = psutil.Process(pid)
 
     async def measure(self, num_connections: int, idle_s: float) -> Cost:
         """Open connections, leave them alone for so long, and close them.
 
         Raises:
-            ConnectionError: The server refuses one, or answers with anything but 200.
+            ConnectionLost: The server refuses one, or answers with anything but 200.
         """
         # What the first ones cost is the server's own warming up.
-        await self._close(await self._open(min(AT_ONCE, num_connections)))
+        self._close(await self._open(min(AT_ONCE, num_connections)))
         await asyncio.sleep(self._settle_s)
         before = self._process.memory_info().rss
         connections = await self._open(num_connections)
         await asyncio.sleep(self._settle_s)
         opened = self._process.memory_info().rss
-        share = await self._busy_share(idle_s)
+        share = await measured_idle_share(self._process.pid, idle_s) / 100
         step = max(1, num_connections // 32)
         times_ms = sorted([await self._ask_ms(each) for each in connections[::step]])
-        await self._close(connections)
+        self._close(connections)
         await asyncio.sleep(self._settle_s)
         return Cost(
             num_connections=num_connections,
@@ -94,38 +92,26 @@ class IdleConnections:
 
         async def open_one() -> Connection:
             async with places:
-                connection = await asyncio.open_connection(self._host, self._port)
+                connection = await self._client.open()
                 try:
                     await self._ask_ms(connection)
                 except BaseException:
-                    await self._close([connection])
+                    connection.close()
                     raise
                 return connection
 
         return list(await asyncio.gather(*(open_one() for _ in range(num_connections))))
 
     async def _ask_ms(self, connection: Connection) -> float:
-        reader, writer = connection
         started_s = time.perf_counter()
-        writer.write(self._request)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-        if " 200 " not in head.partition("\r\n")[0]:
-            raise ConnectionError(f"the server answered {head.partition(chr(13))[0]!r}")
-        length = head.partition("content-length: ")[2].partition("\r\n")[0]
-        await reader.readexactly(int(length or 0))
+        answer = await connection.exchange(self._request)
+        if answer.status != 200:
+            raise ConnectionLost(f"the server answers HTTP {answer.status}")
         return (time.perf_counter() - started_s) * 1e3
 
-    async def _close(self, connections: Sequence[Connection]) -> None:
-        for _, writer in connections:
-            writer.close()
-        for _, writer in connections:
-            await writer.wait_closed()
-
-    async def _busy_share(self, duration_s: float) -> float:
-        before = self._process.cpu_times()
-        await asyncio.sleep(duration_s)
-        after = self._process.cpu_times()
-        return float(after.user + after.system - before.user - before.system) / duration_s
+    def _close(self, connections: Sequence[Connection]) -> None:
+        for connection in connections:
+            connection.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,13 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle-s", type=float, default=10.0, help="Seconds to leave them. Default: 10.")
     parser.add_argument("--limit", type=int, default=None, help="Most bytes that one may cost.")
     arguments = parser.parse_args(argv)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_many_connections()
     try:
         cost = uvloop.run(
             IdleConnections(arguments.url, arguments.pid).measure(arguments.connections, arguments.idle_s)
         )
-    except (OSError, EOFError, psutil.Error) as error:
+    except (ConnectionLost, psutil.Error) as error:
         print(f"idle_connections: error: {error}", file=sys.stderr)
         return 2
     print(json.dumps({name: round(value, 4) for name, value in asdict(cost).items()}))

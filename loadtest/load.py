@@ -115,6 +115,16 @@ class Load:
             if value is not None and not value > 0:
                 raise ValueError(f"{name.replace('_', '-')} is {value}; it must be above 0")
 
+    def changed(self, **values: Any) -> "Load":
+        """Return this load with some of its values changed.
+
+        Raises:
+            ValueError: It cannot be run.
+        """
+        load = dataclasses.replace(self, **values)
+        load.check()
+        return load
+
     def items(
         self, count: int, seed: str, dataset: Dataset | None = None
     ) -> list[Sample] | list[Conversation]:

@@ -64,6 +64,7 @@ def parser(command: str) -> argparse.ArgumentParser:
         epilog=f"{others}\n\nHow to, and definitions: docs/load-testing.md",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,  # the key is kept out of files by the name of its option
     )
     _ARGUMENTS[command](found)
     return found

@@ -4,7 +4,6 @@ The rate is doubled until it is too great, or halved until it is not, and then b
 a function that says whether a rate is kept; what that costs is the caller's.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,9 +37,13 @@ class SearchPlan:
     seconds: float = 30.0
 
     def at(self, load: Load, rate: float) -> Load:
-        """Return the load of one rate."""
+        """Return the load of one rate.
+
+        Raises:
+            ValueError: It cannot be run.
+        """
         count = max(load.num_requests, math.ceil(rate * self.seconds))
-        return dataclasses.replace(load, rate=rate, num_requests=count)
+        return load.changed(rate=rate, num_requests=count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ async def send(job: Job, wait: Callable[[], None] | None = None) -> Sent:
         job: What to send.
         wait: Called when everything is ready; may block until the others are ready, too.
     """
-    _allow_many_connections()
+    allow_many_connections()
     client = Client(
         job.urls[0],
         model=job.model,
@@ -137,7 +137,8 @@ async def _send_timed(client: Client, job: Job) -> Sent:
     )
 
 
-def _allow_many_connections() -> None:
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files as far as it goes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -4,7 +4,6 @@ A `SweepPlan` gives the loads one after the other and, from what each brought, s
 to gain. Measures nothing itself.
 """
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -44,20 +43,29 @@ class SweepPlan:
     has_warmup: bool = False
 
     def values(self) -> list[float]:
-        """Return what is to be tried, in order."""
+        """Return what is to be tried, in order.
+
+        Raises:
+            ValueError: There is nothing between the bounds.
+        """
         if self.points is not None:
             return sorted(self.points)
+        if not 0 < self.first <= self.last:
+            raise ValueError(f"a sweep from {self.first:g} to {self.last:g}: it must rise, from above 0")
         count = max(math.floor(math.log2(self.last / self.first)) + 1, 1)
         return [self.first * 2**step for step in range(count)]
 
     def at(self, load: Load, value: float) -> Load:
-        """Return the load of one point."""
+        """Return the load of one point.
+
+        Raises:
+            ValueError: It cannot be run.
+        """
         if self.over == "rate":
             count = max(load.num_requests, math.ceil(value * self.seconds))
-            return dataclasses.replace(load, rate=value, num_requests=count)
+            return load.changed(rate=value, num_requests=count)
         users = int(value)
-        return dataclasses.replace(
-            load,
+        return load.changed(
             concurrency=users,
             num_requests=max(self.requests_per_user * users, load.num_requests),
             warmup=load.warmup if self.has_warmup else users,

@@ -19,10 +19,10 @@ TOKENS_PER_SECOND = "suffix: tok/s"
 RATE = "[$__rate_interval]"
 
 
-def _rate(metric: str, legend: str, *, by: str = "", matching: str = "") -> Query:
+def _rate(metric: str, legend: str, *, by: str = "") -> Query:
     """Return the query for how fast a counter grows, over all chosen servers."""
     grouped = f"sum by ({by})" if by else "sum"
-    return Query(f"{grouped} (rate(asyncserve:{metric}{{$select{matching}}}{RATE}))", legend)
+    return Query(f"{grouped} (rate(asyncserve:{metric}{{$select}}{RATE}))", legend)
 
 
 def _gauge(metric: str, legend: str, *, by: str = "", how: str = "sum") -> Query:
@@ -155,7 +155,7 @@ def _throughput() -> Iterator[Panel]:
     )
     yield lines(
         "Sequences that ended",
-        "By reason: stop, length, abort (the client left) or error.",
+        "By reason: stop, length, abort (the client left, or its time was over) or error.",
         [_rate("request_success_total", "{{finished_reason}}", by="finished_reason")],
         unit="reqps",
         stacked=True,
@@ -373,9 +373,10 @@ def _http() -> Iterator[Panel]:
         "Refusals",
         "Generating requests that were refused, by reason. queued_requests, queued_tokens, tenant_share: a"
         " bound of the queue was reached, so there are too few servers; most others are clients' mistakes."
-        " Deadlines missed: the answer was not complete in the time allowed.",
+        " deadline: the time allowed was over before the request was taken; deadline missed: later, before"
+        " the answer was complete.",
         [
-            _rate("requests_rejected_total", "{{reason}}", by="reason", matching=',reason!="deadline"'),
+            _rate("requests_rejected_total", "{{reason}}", by="reason"),
             _rate("deadlines_missed_total", "deadline missed"),
         ],
         unit="reqps",

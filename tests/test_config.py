@@ -35,6 +35,7 @@ def test_the_defaults_are_valid() -> None:
         ({"num_gpu_blocks_override": 1}, ["num_gpu_blocks_override", "2"]),
         ({"long_prefill_token_threshold": -1}, ["long_prefill_token_threshold"]),
         ({"max_num_queued_requests": 0}, ["max_num_queued_requests"]),
+        ({"stream_interval": 0}, ["stream_interval", "at least 1"]),
         ({"max_num_queued_requests": 2**70}, ["max_num_queued_requests", "at most"]),
         ({"cudagraph_capture_sizes": (4, 0)}, ["cudagraph_capture_sizes", "at least 1"]),
         ({"cudagraph_capture_sizes": (True,)}, ["cudagraph_capture_sizes", "whole numbers"]),

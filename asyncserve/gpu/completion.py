@@ -54,9 +54,9 @@ class PendingOutput:
 
     def wait(self) -> StepOutput:
         """Block until the step is done and return what it gave."""
-        self._times.wait_begin_s = time.perf_counter()
+        self._times.wait_begin_s = time.monotonic()
         self._event.wait()
-        self._times.done_s = time.perf_counter()
+        self._times.done_s = time.monotonic()
         self._sources = ()
         return self._finish()
 

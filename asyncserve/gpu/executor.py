@@ -137,7 +137,6 @@ class _DeviceThread:
         is_open: Steps can be submitted.
         is_gpu: It serves a device that works behind the caller's back.
         is_abandoned: Nobody waits for its answers any more.
-        lost: What showed that the device is lost, if it is.
         graphs_pending: CUDA graphs that are still to be captured.
     """
 
@@ -154,9 +153,17 @@ class _DeviceThread:
         self.is_open = False
         self.is_gpu = False
         self.is_abandoned = False
-        self.lost: DeviceLost | None = None
+        self._lost: DeviceLost | None = None  # seen by the thread itself
+        self._completions: CompletionQueue | None = None
         self.graphs_pending = 0
         self._thread = threading.Thread(target=self._serve, name="asyncserve-device", daemon=True)
+
+    @property
+    def lost(self) -> DeviceLost | None:
+        """What showed that the device is lost, if it is: a step's launch, or the wait for its results."""
+        if self._lost is None and self._completions is not None:
+            return self._completions.lost
+        return self._lost
 
     async def open(self) -> ExecutorInfo:
         """Start the thread and return what the device offers."""
@@ -217,11 +224,11 @@ class _DeviceThread:
             if self._frees_memory:
                 _collect_garbage()
             runner, info = self._start_runner()
+            completions = self._completions = CompletionQueue(runner.device, self._loop)
         except BaseException as error:  # the top of a thread
             failure = _startup_error(error)
             self._call_on_loop(lambda: None if self._started.done() else self._started.set_exception(failure))
         else:
-            completions = CompletionQueue(runner.device, self._loop)
             self.is_gpu = runner.device.is_async
             self.graphs_pending = runner.graphs_pending
             self._call_on_loop(lambda: None if self._started.done() else self._started.set_result(info))
@@ -229,7 +236,7 @@ class _DeviceThread:
                 self._run_steps(runner, completions)
             except BaseException as error:  # the top of a thread: no end of it may go unnoticed
                 logger.critical("the device thread has ended", exc_info=True)
-                self.lost = _thread_ended(error)
+                self._lost = _thread_ended(error)
                 # Its frames hold the runner, which must go before another one comes; so does this one.
                 traceback.clear_frames(error.__traceback__)
             del runner
@@ -242,9 +249,8 @@ class _DeviceThread:
             if self._is_stopping:
                 completions.deliver(_stopped_before(plan), future)
                 return
-            self.lost = completions.lost
-            if self.lost is not None:
-                completions.deliver(self.lost, future)
+            if (lost := self.lost) is not None:
+                completions.deliver(lost, future)
                 continue
             try:
                 completions.deliver(runner.run(plan), future)
@@ -252,7 +258,7 @@ class _DeviceThread:
                 logger.exception("step %d failed", plan.step_id)
                 failure = step_error(plan.step_id, error)
                 if isinstance(failure, DeviceLost):
-                    self.lost = failure
+                    self._lost = failure
                 completions.deliver(failure, future)
             except BaseException as error:
                 completions.deliver(_thread_ended(error), future)

@@ -139,10 +139,10 @@ class ModelRunner:
                 raise
 
     def _run(self, plan: StepPlan) -> PendingOutput:
-        began_s = time.perf_counter()
+        began_s = time.monotonic()
         was_running = self._update_rows(plan)
         if not plan.sequences:
-            times = StepTimes(began_s, time.perf_counter())
+            times = StepTimes(began_s, time.monotonic())
             output = StepOutput(step_id=plan.step_id, token_ids=(), times=times)
             event = self.device.record_event()
             return PendingOutput(
@@ -161,7 +161,7 @@ class ModelRunner:
         if graph is None:
             self._inputs.take(plan, result_row=result_row)
         start = self.device.record_event()
-        prepared_s = time.perf_counter()
+        prepared_s = time.monotonic()
 
         prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = {}
         logits: torch.Tensor | None = None
@@ -204,7 +204,7 @@ class ModelRunner:
         if sources:
             copies, copied = self.device.copy_out(sources)
             self._sampler.expect(slots, copies[0], copied)
-        times = StepTimes(began_s, time.perf_counter())
+        times = StepTimes(began_s, time.monotonic())
         launched_s = times.launch_end_s if self.device.is_async else prepared_s
         last_end, self._last_end = self._last_end, end
         results = self._results

@@ -34,9 +34,7 @@ async def chat(http_request: web.Request) -> web.StreamResponse:
         body = serving.bodies.decode(data, ChatBody)
         request_id = request_id_of(http_request, body.request_id)
         response_id = f"chatcmpl-{request_id}"
-        call = await chat_call(
-            serving, body, num_bytes=len(data), response_id=response_id, caller=caller
-        )
+        call = await chat_call(serving, body, num_bytes=len(data), response_id=response_id, caller=caller)
     shapes = ChatShapes(call, response_id=response_id, texts=serving.token_texts)
     with limit_named_as_asked(body):
         return await respond(

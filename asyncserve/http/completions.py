@@ -54,9 +54,7 @@ async def complete(http_request: web.Request) -> web.StreamResponse:
         response_id = f"cmpl-{request_id}"
         model = serving.model_name(body.model)
         prompts, sampling = await checked_completion(serving, body, num_bytes=len(data))
-        requests = engine_requests(
-            serving, body, prompts, sampling, response_id=response_id, caller=caller
-        )
+        requests = engine_requests(serving, body, prompts, sampling, response_id=response_id, caller=caller)
     shapes = CompletionShapes(
         body,
         response_id=response_id,

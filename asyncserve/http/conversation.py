@@ -189,9 +189,7 @@ def _chat_call(serving: Serving, body: ChatBody, response_id: str, caller: Calle
     sampling = _sampling(serving, body, constraint)
     if sampling.skip_special_tokens and message_format.needs_special_tokens(choice):
         sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-    [request] = engine_requests(
-        serving, body, [prompt], sampling, response_id=response_id, caller=caller
-    )
+    [request] = engine_requests(serving, body, [prompt], sampling, response_id=response_id, caller=caller)
     return ChatCall(
         body=body,
         model=model,

@@ -519,9 +519,7 @@ class StreamSink(TextSink):
             return
         if not self._has_started[index] or output.finish_reason is not None:
             stream.take(self._render(index, output))
-        elif (
-            (frame := self._frames[index]) is not None and output.logprobs is None and not self.wants_usage
-        ):
+        elif (frame := self._frames[index]) is not None and output.logprobs is None and not self.wants_usage:
             if output.text:
                 before, after = frame
                 stream.hold((before + self._escaped[output.text] + after,), len(output.token_ids))

@@ -3,7 +3,9 @@
 Files in the order a request meets them:
 
 * engine: submit, abort, statistics, start, drain, stop; owns the sinks
-* pipeline: the five coroutines (tokenize, schedule, launch, collect, detokenize) and their wiring
+* pipeline: the five stages (tokenize, schedule, launch, collect, detokenize), of which the first is `intake`
+* intake: encoding, grammars, refusals
+* active_request: a request from submission to its last output, and its sequences on the way back
 * channel: bounded, closable queue between two stages
 * admission: a request and its token ids become sequences, or a refusal
 * queue_bounds: how much may wait, in all and of each tenant
@@ -20,6 +22,8 @@ Files in the order a request meets them:
 * waiting: the waiting sequences, in the order of the policy
 * scheduler: which sequences compute how many tokens in the next step; what a finished step means
 * suspects: sequences of failed steps, tried by halves until the culprit is found
+* sequence_limits: how long a sequence may be
+* step_limit: the most tokens of a step, fewer for a while after one lacked memory
 * restart_budget: how often a lost device may be opened anew
 * kv_groups: blocks of all KV groups together: match a cached prefix, extend, release
 * kv_pool: the blocks of one group: reference counts, free list in eviction order, prefix index

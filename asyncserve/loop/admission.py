@@ -2,7 +2,7 @@
 
 Takes a `Request`, gives its prompt's token ids (`encode_prompt`, the only expensive part, fit for a worker
 thread) and then its `TokenizedRequest`s, or an error that names the field at fault with the numbers.
-Knows no coroutine and no queue; what the KV pool can hold is asked of the scheduler.
+Knows no coroutine and no queue; how long a sequence may be is asked of `sequence_limits`.
 """
 
 import dataclasses

@@ -69,8 +69,10 @@ class Deadlines(Generic[T]):
     def _look(self) -> None:
         self._timer = None
         now_s = self._clock()
-        while self._heap and (self._heap[0][2].has_ended or self._heap[0][0] <= now_s):
-            _, _, thing = heappop(self._heap)
-            if not thing.has_ended:
-                self._on_passed(thing)
-        self._arm()
+        try:
+            while self._heap and (self._heap[0][2].has_ended or self._heap[0][0] <= now_s):
+                _, _, thing = heappop(self._heap)
+                if not thing.has_ended:
+                    self._on_passed(thing)
+        finally:  # whatever that raised is one thing's, and the others have deadlines, too
+            self._arm()

@@ -16,12 +16,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
 from asyncserve.errors import AsyncserveError, DeadlineExceeded, EngineStopped, InvalidRequest, NotReady
+from asyncserve.loop.active_request import ActiveRequest
 from asyncserve.loop.admission import Admission, estimated_len
 from asyncserve.loop.channel import ChannelClosed
 from asyncserve.loop.detokenizer import Detokenizer
 from asyncserve.loop.grammar import XGrammarCompiler
 from asyncserve.loop.grammar_cache import GrammarCache, GrammarCompiler
-from asyncserve.loop.pipeline import ActiveRequest, Pipeline
+from asyncserve.loop.pipeline import Pipeline
 from asyncserve.loop.queue_bounds import Load, QueueBounds
 from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.tokenizer import Tokenizer
@@ -153,8 +154,8 @@ class Engine:
         self._admission = Admission(
             tokenizer=self._tokenizer,
             vocab_size=info.vocab_size,
-            max_sequence_len=scheduler.max_sequence_len,
-            check_admissible=scheduler.check_admissible,
+            max_sequence_len=scheduler.limits.max_len,
+            check_admissible=scheduler.limits.check,
         )
         self._pipeline = Pipeline(
             executor=self._executor,
@@ -184,7 +185,7 @@ class Engine:
             "%s serves up to %d sequences at once, of at most %d tokens each",
             info.device_name or "the device",
             info.num_slots,
-            scheduler.max_sequence_len,
+            scheduler.limits.max_len,
         )
 
     async def drain(self, timeout_s: float) -> None:

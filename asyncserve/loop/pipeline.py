@@ -1,11 +1,11 @@
-"""The five coroutines a request passes through, and the channels between them.
+"""The five stages a request passes through, coroutines all, and the channels between them.
 
-    requests ─tokenize─► arrivals ─schedule─► plans ─launch─► launched ─collect─► completions ─► schedule
-                                          └─► applied ─detokenize─► sinks
+    requests ─intake─► arrivals ─schedule─► plans ─launch─► launched ─collect─► completions ─► schedule
+                                        └─► applied ─detokenize─► sinks
 
-Takes `Request`s with their sinks, gives `RequestOutput`s to the sinks. Decisions are elsewhere: what is
-admitted in `admission`, what runs in `scheduler`, what text tokens make in `detokenizer`; the coroutines
-only move values, once per step and never once per token.
+Takes `ActiveRequest`s, gives `RequestOutput`s to their sinks. The first stage is `intake`'s, the others are
+here. Decisions are elsewhere: what runs in `scheduler`, what text tokens make in `detokenizer`; the
+coroutines only move values, once per step and never once per token.
 
 The one cycle (schedule → launch → collect → schedule) cannot block: the scheduler plans at most
 `max_unapplied` steps ahead, and the cycle's channels hold as many. Everything else points forward, and an
@@ -18,11 +18,7 @@ planned meanwhile, and what is on its way through the cycle comes back as lost.
 
 import asyncio
 import logging
-from array import array
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import count
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from asyncserve.errors import (
@@ -30,41 +26,30 @@ from asyncserve.errors import (
     DeadlineExceeded,
     DeviceLost,
     EngineError,
-    InvalidRequest,
     InvariantError,
     StepFailed,
 )
-from asyncserve.grammar import Grammar
-from asyncserve.loop.admission import Admission, estimated_len, is_long, is_quick
+from asyncserve.loop.active_request import ActiveRequest, ActiveSequence
+from asyncserve.loop.admission import Admission
 from asyncserve.loop.channel import Channel, first_ready
 from asyncserve.loop.deadlines import Deadlines
-from asyncserve.loop.detokenizer import Detokenizer, DetokenizerState, EncodedTexts
-from asyncserve.loop.grammar_cache import GrammarCache, GrammarRefused, NobodyWaits
-from asyncserve.loop.queue_bounds import Load, LoadByTenant
+from asyncserve.loop.detokenizer import Detokenizer
+from asyncserve.loop.grammar_cache import GrammarCache
+from asyncserve.loop.intake import STARTED_PER_TURN, Arrival, Intake, ignore_outcome
+from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.restart_budget import WINDOW_S, RestartBudget
 from asyncserve.loop.scheduler import Scheduler, StepDeltas
 from asyncserve.loop.start_rate import StartRate
-from asyncserve.observer import EngineStatistics, Observer, RequestTimeline
+from asyncserve.observer import EngineStatistics, Observer
 from asyncserve.request import (
     FinishReason,
     OutputSink,
-    Request,
-    RequestOutput,
-    TextLane,
-    TextPrompt,
-    TextSink,
     TokenDelta,
-    TokenizedRequest,
-    TokensPrompt,
 )
 from asyncserve.step import Executor, ExecutorInfo, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
-STARTED_PER_TURN = 16
-"""Prompts given to the tokenizer's threads in one iteration of the loop: about 0.5 ms."""
-ARRIVALS_CAPACITY = 32
-"""Requests given to the scheduler in one iteration of the loop: about 0.2 ms."""
 REOPEN_LIMIT_S = 1800.0
 """Seconds within which a lost device must be open again, its model loaded; then the engine gives up."""
 APPLIED_CAPACITY = 8
@@ -75,118 +60,6 @@ PLAIN_SLICE_LEN = 512
 """Plain tokens that wait for a later write, in one iteration: about 0.1 ms."""
 ENDS_PER_SLICE = 8
 """Ends of sequences in one iteration: each may wake a handler that writes a whole answer."""
-
-
-class ActiveRequest:
-    """A request in the engine, from submission until the last of its sequences has ended."""
-
-    __slots__ = (
-        "bad_words",
-        "grammar",
-        "has_ended",
-        "is_paused",
-        "load",
-        "num_open",
-        "request",
-        "seed",
-        "sequence_ids",
-        "sink",
-        "timelines",
-    )
-
-    def __init__(self, request: Request, sink: OutputSink, *, seed: int) -> None:
-        self.request = request
-        self.sink = sink
-        self.seed = seed
-        self.timelines = [
-            RequestTimeline(arrived_s=request.arrival_s, request=request) for _ in range(request.sampling.n)
-        ]
-        self.num_open = request.sampling.n
-        # As long as it is in nobody's queue; estimated until the prompt is encoded.
-        self.load = Load(self.num_open, self.num_open * estimated_len(request))
-        self.is_paused = False
-        self.bad_words: tuple[tuple[int, ...], ...] = ()  # set with the prompt's encoding
-        self.grammar: Grammar | None = None  # set before admission, if a structure is asked for
-        self.sequence_ids: list[int] = []
-        self.has_ended = False
-
-
-class ActiveSequence:
-    """One of a request's sequences on the way back: where its deltas go."""
-
-    __slots__ = (
-        "encoded",
-        "is_bare",
-        "lane",
-        "last_token_s",
-        "owner",
-        "state",
-        "text_sink",
-        "texts",
-        "timeline",
-        "tokenized",
-        "wants_usage",
-    )
-
-    def __init__(self, tokenized: TokenizedRequest, owner: ActiveRequest, state: DetokenizerState) -> None:
-        self.tokenized = tokenized
-        self.owner = owner
-        self.state = state
-        self.timeline = owner.timelines[tokenized.index]
-        self.wants_usage = owner.sink.wants_usage
-        self.last_token_s: float | None = None
-        self.text_sink = owner.sink if isinstance(owner.sink, TextSink) else None
-        # Set while plain tokens may take the short way.
-        self.lane: TextLane | None = None
-        self.texts: list[bytes] = []
-        self.encoded: EncodedTexts | None = None  # and while no bytes of a character are held back
-        self.is_bare = False  # and what `encoded` lacks may take it as well
-
-    def feed(self, delta: TokenDelta) -> RequestOutput:
-        """Give the sink what it is to hear of a delta, and return that."""
-        state, lane = self.state, self.lane
-        if lane is not None:
-            state.note_passed(lane.settle())
-        output = state.feed(delta)
-        if self.wants_usage and output.usage is None:
-            output.usage = state.usage()
-        self.owner.sink.put(output)
-        if self.text_sink is not None and output.finish_reason is None:
-            self._choose_way(self.text_sink)
-        return output
-
-    def _choose_way(self, sink: TextSink) -> None:
-        """Let plain tokens take the short way from now on, or no longer."""
-        lane = sink.lane(self.tokenized.index) if self.state.is_clear else None
-        if lane is None:
-            self.lane = self.encoded = None
-            self.is_bare = False
-        elif self.encoded is None:
-            self.lane, self.texts = lane, lane.texts
-            self.encoded = self.state.encoded_texts(sink.encode)
-            self.is_bare = not self.state.has_stop_strings
-
-    def bare_text(self, token_id: int) -> bytes:
-        """Return what a token adds to the lane: nothing, if it is part of a character or a special token."""
-        text = self.state.take_bare(token_id)
-        sink = self.text_sink
-        assert sink is not None
-        self.encoded = self.state.encoded_texts(sink.encode) if self.state.is_clear else None
-        return sink.encode(text) if text else b""
-
-
-class Arrival(NamedTuple):
-    """A tokenized request on its way to the scheduler."""
-
-    active: ActiveRequest
-    sequences: list[ActiveSequence]
-
-
-class Encoded(NamedTuple):
-    """A prompt's token ids, or why it has none, on the way back from a tokenizer's thread."""
-
-    active: ActiveRequest
-    outcome: "array[int] | Exception"
 
 
 class Launched(NamedTuple):
@@ -249,10 +122,17 @@ class Pipeline:
         loop_lag_interval_s: float,
     ) -> None:
         self._executor = executor
-        self._admission = admission
         self._scheduler = scheduler
-        self._detokenizer = detokenizer
-        self._grammars = grammars
+        self._intake = Intake(
+            admission=admission,
+            detokenizer=detokenizer,
+            grammars=grammars,
+            clock=clock,
+            refuse=self._refuse,
+            sink_raised=self._sink_raised,
+            requests_capacity=requests_capacity,
+            num_threads=num_tokenizer_threads,
+        )
         self._observer = observer
         self._clock = clock
         self._info = info
@@ -260,22 +140,14 @@ class Pipeline:
         self._restarts = RestartBudget(max_device_restarts)
         self._lost: DeviceLost | None = None  # as long as the device is not open again
         self._loop_lag_interval_s = loop_lag_interval_s
-        self._threads = ThreadPoolExecutor(num_tokenizer_threads, thread_name_prefix="tokenize")
-        self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
-        self._sequence_ids: Iterator[int] = count()
 
-        self._requests = Channel[ActiveRequest]("requests", requests_capacity)
-        self._encoded = Channel[Encoded]("encoded", requests_capacity)
-        self._arrivals = Channel[Arrival]("arrivals", ARRIVALS_CAPACITY)
         self._resumed = Channel[ActiveRequest]("resumed", 1)
         self._plans = Channel[StepPlan]("plans", info.max_unapplied)
         self._launched = Channel[Launched]("launched", info.max_unapplied)
         self._completions = Channel[Completion]("completions", info.max_unapplied)
         self._applied = Channel[AppliedStep]("applied", APPLIED_CAPACITY)
-        self._channels = (
-            self._requests,
-            self._encoded,
-            self._arrivals,
+        self._channels: tuple[Channel[Any], ...] = (
+            *self._intake.channels,
             self._resumed,
             self._plans,
             self._launched,
@@ -285,7 +157,6 @@ class Pipeline:
 
         self._active: dict[str, ActiveRequest] = {}
         self._sequences: dict[int, ActiveSequence] = {}
-        self._unadmitted = LoadByTenant()
         self._starts = StartRate()
         self._deadlines = Deadlines[ActiveRequest](clock, self._expire)
         self._num_deadlines_missed = 0
@@ -299,11 +170,11 @@ class Pipeline:
     @property
     def queued_load(self) -> Load:
         """What waits: in the scheduler, preempted sequences too, or of requests not yet in it."""
-        return self._unadmitted.total.plus(self._scheduler.waiting_load)
+        return self._intake.load.total.plus(self._scheduler.waiting_load)
 
     def queued_load_of(self, tenant: str) -> Load:
         """Return what waits of one tenant, where the policy tells tenants apart."""
-        return self._unadmitted.of(tenant).plus(self._scheduler.waiting_load_of(tenant))
+        return self._intake.load.of(tenant).plus(self._scheduler.waiting_load_of(tenant))
 
     def retry_after_s(self, excess: Load, asked: Load) -> float:
         """Return how long a client should wait that was refused since `excess` must be started first."""
@@ -315,7 +186,7 @@ class Pipeline:
         return (
             self._num_unapplied == 0
             and self._scheduler.is_idle
-            and self._unadmitted.total.num_sequences == 0
+            and self._intake.load.total.num_sequences == 0
         )
 
     def __contains__(self, request_id: str) -> bool:
@@ -327,10 +198,9 @@ class Pipeline:
         Raises:
             ChannelClosed: The pipeline has ended.
         """
-        self._requests.put_nowait(active)
-        self._note_work()
+        self._note_work()  # before it is work itself
+        self._intake.put(active)
         self._active[active.request.request_id] = active
-        self._unadmitted.add(active.request.tenant, active.load)
         self._nothing_active.clear()
         if active.request.deadline_s is not None:
             self._deadlines.add(active.request.deadline_s, active)
@@ -410,7 +280,7 @@ class Pipeline:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._tokenize(), name="tokenize")
+                group.create_task(self._intake.run(), name="tokenize")
                 group.create_task(self._schedule(), name="schedule")
                 group.create_task(self._launch(), name="launch")
                 group.create_task(self._collect(), name="collect")
@@ -426,178 +296,13 @@ class Pipeline:
         for launched in self._launched.take_all():
             # Steps that nobody awaits any more: their failure is no news.
             _forget_output(launched.output)
-        # A prompt may be in a thread still: it is waited for, though not by the loop.
-        ends: list[Callable[[], None]] = [self._grammars.close]
-        ends += [partial(each.shutdown, cancel_futures=True) for each in (self._threads, self._long_thread)]
-        for end in ends:
-            try:
-                await asyncio.to_thread(end)
-            except RuntimeError:  # the interpreter is ending: it starts no thread, and has waited for these
-                end()
-
-    # ---- tokenize --------------------------------------------------------------------------------------
-
-    async def _tokenize(self) -> None:
-        """requests → arrivals: each prompt is admitted when it is encoded, so no slow one holds up others.
-
-        Prompts encoded in place, and prompts of one thread, stay in order of arrival.
-        """
-        requests, encoded = self._requests, self._encoded
-        while True:
-            await first_ready(requests, encoded)
-            for finished in encoded.take_all():
-                await self._admit(finished.active, finished.outcome)
-            for _ in range(STARTED_PER_TURN):
-                active = requests.get_nowait()
-                if active is None:
-                    break
-                outcome = self._encode(active)
-                if outcome is not None:
-                    await self._admit(active, outcome)
-                    break  # that was this iteration's share of the loop's time
-            await asyncio.sleep(0)
-
-    def _encode(self, active: ActiveRequest) -> "array[int] | Exception | None":
-        """Encode a small prompt in place; any other is given to a thread, and None is returned."""
-        try:
-            if active.has_ended:
-                return array("i")
-            if is_quick(active.request):
-                return self._admission.encode_prompt(active.request)
-            self._start_encoding(active, None)
-        except Exception as error:
-            return error
-        return None
-
-    def _start_encoding(self, active: ActiveRequest, rendered: TextPrompt | TokensPrompt | None) -> None:
-        """Give a prompt to a thread; `_note_encoded` is called with what becomes of it."""
-        lane = self._long_thread if is_long(rendered or active.request.prompt) else self._threads
-        future = asyncio.get_running_loop().run_in_executor(lane, self._encode_in_thread, active, rendered)
-        future.add_done_callback(partial(self._note_encoded, active))
-
-    def _encode_in_thread(
-        self, active: ActiveRequest, rendered: TextPrompt | TokensPrompt | None
-    ) -> "array[int] | TextPrompt | TokensPrompt":
-        """Return a prompt's ids; of a conversation that turns out to be long, its text for the other lane."""
-        if active.has_ended:
-            return array("i")  # aborted while it waited for the thread
-        prompt = active.request.prompt
-        if rendered is None:
-            rendered = self._admission.rendered(prompt)
-            if is_long(rendered) and not is_long(prompt):
-                return rendered
-        active.bad_words = self._admission.encode_bad_words(active.request)
-        return self._admission.encode_prompt(active.request, rendered)
-
-    def _note_encoded(
-        self, active: ActiveRequest, future: "asyncio.Future[array[int] | TextPrompt | TokensPrompt]"
-    ) -> None:
-        _ignore_outcome(future)  # if the pipeline has ended, nobody looks at it
-        if self._encoded.is_closed:
-            return
-        error = future.exception()
-        if error is not None:
-            outcome = error if isinstance(error, Exception) else EngineError(repr(error))
-            self._encoded.put_nowait(Encoded(active, outcome))
-        elif isinstance(result := future.result(), array):
-            self._encoded.put_nowait(Encoded(active, result))
-        else:
-            self._start_encoding(active, result)
-
-    async def _admit(self, active: ActiveRequest, prompt_token_ids: "array[int] | Exception") -> None:
-        try:
-            if active.has_ended:
-                self._unadmitted.remove(active.request.tenant, active.load)
-                return
-            if isinstance(prompt_token_ids, Exception):
-                raise prompt_token_ids
-            if not self._has_grammar(active):
-                self._start_compiling(active, prompt_token_ids)
-                return  # it comes here again
-            now_s = self._clock()
-            tokenized = self._admission.admit(
-                active.request,
-                prompt_token_ids,
-                seed=active.seed,
-                sequence_ids=self._sequence_ids,
-                bad_words=active.bad_words,
-                grammar=active.grammar,
-            )
-            active.request = tokenized[0].request
-            known = Load(active.load.num_sequences, active.load.num_sequences * len(prompt_token_ids))
-            self._unadmitted.remove(active.request.tenant, active.load)
-            self._unadmitted.add(active.request.tenant, known)
-            active.load = known
-            sequences = [ActiveSequence(each, active, self._detokenizer.begin(each)) for each in tokenized]
-            for each in sequences:
-                each.timeline.request = each.tokenized.request  # without what was asked, which may be large
-                each.timeline.tokenized_s = now_s
-                each.timeline.num_prompt_tokens = len(prompt_token_ids)
-                each.timeline.max_output_len = each.tokenized.max_output_len
-        except AsyncserveError as error:
-            self._reject(active, error)
-            return
-        except Exception as error:
-            logger.exception(
-                "a request could not be admitted", extra={"request_id": active.request.request_id}
-            )
-            rejection = EngineError(f"the request could not be admitted: {error!r}")
-            rejection.__cause__ = error
-            self._reject(active, rejection)
-            return
-        try:
-            active.sink.begin(prompt_token_ids)
-        except Exception:
-            self._sink_raised(active)
-        await self._arrivals.put(Arrival(active, sequences))
-
-    def _has_grammar(self, active: ActiveRequest) -> bool:
-        """Return whether a request has the grammar it asks for, if any; one that is kept is given to it."""
-        structured = active.request.sampling.structured
-        if structured is not None and active.grammar is None:
-            active.grammar = self._grammars.find(structured)
-        return structured is None or active.grammar is not None
-
-    def _start_compiling(self, active: ActiveRequest, prompt_token_ids: "array[int]") -> None:
-        """Have a request's grammar made; `_note_compiled` is called with what becomes of it."""
-        structured = active.request.sampling.structured
-        assert structured is not None
-        future = self._grammars.compile(structured, lambda: not active.has_ended)
-        future.add_done_callback(partial(self._note_compiled, active, prompt_token_ids))
-
-    def _note_compiled(
-        self, active: ActiveRequest, prompt_token_ids: "array[int]", future: "asyncio.Future[Grammar]"
-    ) -> None:
-        _ignore_outcome(future)  # if the pipeline has ended, nobody looks at it
-        if self._encoded.is_closed:
-            return
-        outcome: array[int] | Exception = prompt_token_ids
-        error = future.exception()
-        if error is None:
-            active.grammar = future.result()
-        elif isinstance(error, NobodyWaits):
-            pass  # if it has not ended itself, it came as the others had left, and asks again
-        elif isinstance(error, GrammarRefused):
-            structured = active.request.sampling.structured
-            param = None if structured is None else structured.param
-            outcome = InvalidRequest(f"{param} cannot be used: {error}", param=param)
-        else:
-            outcome = error if isinstance(error, Exception) else EngineError(repr(error))
-        self._encoded.put_nowait(Encoded(active, outcome))
-
-    def _reject(self, active: ActiveRequest, error: AsyncserveError) -> None:
-        self._unadmitted.remove(active.request.tenant, active.load)
-        if not active.has_ended:
-            active.has_ended = True
-            self._forget(active)
-            self._observer.request_rejected(error)
-            _fail_sink(active, error)
+        await self._intake.close()
 
     # ---- schedule, launch, collect: the cycle ----------------------------------------------------------
 
     async def _schedule(self) -> None:
         """arrivals and completions → plans and applied steps."""
-        scheduler, completions, arrivals = self._scheduler, self._completions, self._arrivals
+        scheduler, completions, arrivals = self._scheduler, self._completions, self._intake.arrivals
         plans, applied, resumed = self._plans, self._applied, self._resumed
         observer = self._observer
         while True:
@@ -631,7 +336,7 @@ class Pipeline:
                 await asyncio.sleep(0)  # many ends, perhaps: their blocks were this iteration's share
             resumed.take_all()
             for arrival in arrivals.take_all():
-                self._unadmitted.remove(arrival.active.request.tenant, arrival.active.load)
+                self._intake.note_taken(arrival)
                 if not arrival.active.has_ended:
                     self._add(arrival)
             began_s = self._clock()
@@ -848,6 +553,13 @@ class Pipeline:
                 timeline.finished_s = now_s
                 self._observer.request_finished(timeline, reason)
 
+    def _refuse(self, active: ActiveRequest, error: AsyncserveError) -> None:
+        """End a request that becomes no sequences."""
+        active.has_ended = True
+        self._forget(active)
+        self._observer.request_rejected(error)
+        _fail_sink(active, error)
+
     def _expire(self, active: ActiveRequest) -> None:
         """End a request whose time is over."""
         self._num_deadlines_missed += 1
@@ -908,10 +620,4 @@ def _offers_as_much(info: ExecutorInfo, before: ExecutorInfo) -> bool:
 
 def _forget_output(output: Awaitable[StepOutput] | DeviceLost) -> None:
     if not isinstance(output, DeviceLost):
-        asyncio.ensure_future(output).add_done_callback(_ignore_outcome)
-
-
-def _ignore_outcome(future: "asyncio.Future[Any]") -> None:
-    """Keep asyncio from reporting an error that nobody may come to look at."""
-    if not future.cancelled():
-        future.exception()
+        asyncio.ensure_future(output).add_done_callback(ignore_outcome)

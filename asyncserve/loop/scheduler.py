@@ -37,13 +37,14 @@ from asyncserve.errors import (
     AsyncserveError,
     InvalidRequest,
     InvariantError,
-    PromptTooLong,
     StepFailed,
     StepOutOfMemory,
 )
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
+from asyncserve.loop.sequence_limits import SequenceLimits
+from asyncserve.loop.step_limit import StepLimit
 from asyncserve.loop.suspects import Suspects
 from asyncserve.loop.waiting import by_order, waiting_queue
 from asyncserve.observer import EngineStatistics, RequestTimeline
@@ -70,10 +71,6 @@ MAX_DEFERRED = 64
 FAILED_ALONE_LIMIT = 8
 """So many sequences failing alone, one after the other and no step between them going well, are the device's
 fault."""
-STEPS_KEPT_SMALL = 32
-"""Steps that must go well before they may be twice as large again, after one that lacked memory."""
-SMALLEST_LIMIT = 16
-"""Tokens that later steps may have in any case after one that lacked memory."""
 
 
 class _Draft:
@@ -130,6 +127,9 @@ class Scheduler:
         long_prefill_token_threshold: Most tokens of one prompt in one step; 0 for no limit of its own.
         async_scheduling: Plan ahead of the device, as far as `info.max_unapplied` allows.
 
+    Attributes:
+        limits: How long the sequences may be that are added.
+
     Raises:
         ConfigError: The policy is unknown, or the KV groups cannot be served together.
     """
@@ -153,6 +153,11 @@ class Scheduler:
         self._max_unapplied = info.max_unapplied if async_scheduling else 1
         self._enable_prefix_caching = enable_prefix_caching
         self._allocator = self._make_allocator()
+        self.limits = SequenceLimits(
+            context_len=info.max_model_len,
+            pool_len=self._allocator.capacity_len,
+            max_prompt_len=None if enable_chunked_prefill else self._budget,
+        )
         # Room kept for decode steps when a prompt is admitted beside others, so that it is not preempted at
         # once.
         self._num_spare_blocks = min(group.num_blocks for group in info.kv_groups) // 100
@@ -172,9 +177,7 @@ class Scheduler:
         self._slot_holders: list[SequenceState | None] = [None] * info.num_slots
         self._released_slots: list[int] = []
         self._suspects = Suspects()
-        # Most tokens of a step: below the budget for a while after a step lacked memory.
-        self._step_limit = self._budget
-        self._num_kept_small = 0
+        self._step_limit = StepLimit(self._budget)
         self._last_turn = (0, 0)  # order of the last that got its token when not all could
         self._num_failed_alone = 0  # since a step went well
         self._num_failed_steps = 0
@@ -185,11 +188,6 @@ class Scheduler:
         self._num_pauses = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
-
-    @property
-    def max_sequence_len(self) -> int:
-        """Most tokens, prompt and output, of one sequence: the context's limit or the KV pool's."""
-        return min(self._info.max_model_len, self._allocator.capacity_len)
 
     @property
     def is_idle(self) -> bool:
@@ -209,48 +207,8 @@ class Scheduler:
         """Return what waits of one tenant, where the policy tells tenants apart; else all that waits."""
         return self._waiting.load_of(tenant)
 
-    def check_admissible(self, prompt_len: int, max_output_len: int) -> None:
-        """Refuse a sequence that could never be served.
-
-        Args:
-            max_output_len: Most tokens it is to generate.
-
-        Raises:
-            PromptTooLong: It exceeds the context, the KV pool or, without chunked prefill, the token budget.
-            InvalidRequest: The prompt is empty.
-        """
-        if prompt_len < 1:
-            raise InvalidRequest("the prompt has no tokens; at least 1 is needed", param="prompt")
-        context_len, pool_len = self._info.max_model_len, self._allocator.capacity_len
-        if prompt_len >= context_len:
-            raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens; the model's context of {context_len} tokens must hold"
-                " the prompt and at least 1 output token",
-                param="prompt",
-            )
-        if prompt_len >= pool_len:
-            raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens; the KV cache of {pool_len} tokens must hold the prompt"
-                " and at least 1 output token",
-                param="prompt",
-            )
-        if not self._chunks_prefill and prompt_len > self._budget:
-            raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens; without chunked prefill a step, and hence a prompt,"
-                f" has at most {self._budget} tokens",
-                param="prompt",
-            )
-        total_len = prompt_len + max_output_len
-        if total_len > self.max_sequence_len:
-            holder = "model's context" if context_len <= pool_len else "KV cache"
-            raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens, max_tokens is {max_output_len}, {total_len} together;"
-                f" the {holder} holds {self.max_sequence_len}",
-                param="max_tokens",
-            )
-
     def add(self, request: TokenizedRequest, timeline: RequestTimeline) -> None:
-        """Let a sequence wait for its first step; `check_admissible` has found nothing against its lengths.
+        """Let a sequence wait for its first step; `limits` has nothing against its lengths.
 
         Raises:
             InvariantError: Its id is in use.
@@ -329,7 +287,7 @@ class Scheduler:
         """
         if not self._sequences or len(self._in_flight) >= self._max_unapplied:
             return None
-        draft = _Draft(self._next_step_id, self._step_limit)
+        draft = _Draft(self._next_step_id, self._step_limit.num_tokens)
         if self._suspects:
             if self._in_flight:
                 return None
@@ -399,11 +357,7 @@ class Scheduler:
             for sequence in entry.states:
                 if 0 < sequence.trial_len <= sequence.num_computed_tokens:
                     self._suspects.clear(sequence)
-        if self._step_limit < self._budget:
-            self._num_kept_small += 1
-            if self._num_kept_small == STEPS_KEPT_SMALL:
-                self._num_kept_small = 0
-                self._step_limit = min(self._budget, 2 * self._step_limit)
+        self._step_limit.note_good()
         return StepDeltas(plain, plain_ids, deltas)
 
     def _apply_row(
@@ -467,10 +421,14 @@ class Scheduler:
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             sequence.num_unseen_tokens -= scheduled.samples
             # Not those that an earlier failed step has set back, and that this one mentions nevertheless.
-            if sequence.accepts_output and sequence.sequence_id not in self._paused:
+            is_blamed = sequence.accepts_output and sequence.sequence_id not in self._paused
+            if entry.is_trial:
+                # Nor those that were paused, and resumed, since it was planned: they are tried no longer.
+                is_blamed &= sequence.trial_len > 0
+            elif is_blamed:
+                sequence.trial_len = scheduled.start + scheduled.num_tokens
+            if is_blamed:
                 failed.append(sequence)
-                if not entry.is_trial:
-                    sequence.trial_len = scheduled.start + scheduled.num_tokens
             self._set_back(sequence, scheduled.start)
             invalid |= self._allocator.invalidate(sequence, scheduled.start)
         for later in self._in_flight:
@@ -516,7 +474,6 @@ class Scheduler:
         """Write the scheduler's part of the engine's state."""
         statistics.num_running = self._info.num_slots - len(self._free_slots)
         statistics.num_waiting, statistics.num_waiting_tokens = self.waiting_load
-        statistics.num_waiting += sum(each.status is SequenceStatus.WAITING for each in self._suspects)
         statistics.num_paused = len(self._paused)
         statistics.num_pauses = self._num_pauses
         statistics.num_blocks = self._allocator.num_usable
@@ -750,7 +707,7 @@ class Scheduler:
             num_remaining = len(sequence.token_ids) - num_matched
             # Without chunked prefill only a preempted sequence, with its outputs, can exceed the budget: it
             # is computed in parts. A prompt waits, and lets nobody pass, until it fits beside decode steps.
-            if not self._chunks_prefill and draft.budget_left < num_remaining <= self._step_limit:
+            if not self._chunks_prefill and draft.budget_left < num_remaining <= self._step_limit.num_tokens:
                 break
             num_tokens = self._prompt_chunk(sequence, num_remaining, draft, position + 1 < num_waiting)
             runs_alone = not (draft.decodes or draft.prefills or self._decoding or self._prefilling)
@@ -917,8 +874,7 @@ class Scheduler:
         is_alone = len(entry.states) == 1
         if isinstance(error, StepOutOfMemory):
             max_tokens = max(1, num_tokens // 2)
-            self._step_limit = min(self._step_limit, max(max_tokens, SMALLEST_LIMIT))
-            self._num_kept_small = 0
+            self._step_limit.lower(max_tokens)
         if not failed:
             return []
         if not entry.is_trial:

@@ -227,7 +227,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "request_success_total",
         "sequences",
-        "Sequences ended, by reason: stop, length, abort (the client left) or error.",
+        "Sequences ended, by reason: stop, length, abort (the client left, or its time was over) or error.",
         Source.OBSERVER,
         ("finished_reason",),
     ),
@@ -260,7 +260,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "deadlines_missed_total",
         "requests",
-        "Requests ended because the time allowed for their answer was over.",
+        "Requests ended because the time allowed for their answer was over; not those refused at once.",
         Source.COLLECTOR,
     ),
     _gauge("kv_cache_usage_perc", "", "Share of the KV blocks held by sequences; 1 means all of them."),

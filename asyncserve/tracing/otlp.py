@@ -93,6 +93,11 @@ def make_exporter(endpoint: str) -> "SpanExporter":
         raise ConfigError(
             f"otlp_traces_endpoint is {endpoint!r}; it must be a URL with http, https, grpc or grpcs"
         )
+    if url.username is not None:
+        raise ConfigError(
+            "otlp_traces_endpoint has a user or password in it, which would show in the log and in"
+            " /server_info; headers of OTEL_EXPORTER_OTLP_TRACES_HEADERS do not"
+        )
     protocol = next((os.environ[name] for name in PROTOCOL_VARIABLES if os.environ.get(name)), "")
     if not protocol:
         protocol = "grpc" if url.scheme.startswith("grpc") or url.port == GRPC_PORT else "http/protobuf"

@@ -99,10 +99,13 @@ class StepTrace(NullObserver):
         )
 
     def close(self) -> None:
-        """Write what waits and end the file. Blocks."""
+        """Write what waits and end the file. Blocks; a full disk is only told of: the server ends here."""
         self._writer.close(CLOSE_TIMEOUT_S)
-        self._append(b"\n]\n")
-        self._file.close()
+        try:
+            with self._file:
+                self._append(b"\n]\n")
+        except OSError as error:
+            logger.warning("%s could not be ended: %s", self._path, error.strerror)
         if self._writer.num_dropped:
             logger.warning(
                 "%s lacks %d events: it could not be written fast enough",

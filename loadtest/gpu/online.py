@@ -11,18 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest import ceiling, client_processes
+from loadtest import ceiling, client_processes, server_process
 from loadtest.client import Record
 from loadtest.client_processes import ClientProcesses
 from loadtest.cores import split_cores
 from loadtest.figures import Row
-from loadtest.gpu import server_process
 from loadtest.gpu.extent import Extent, OnlineLoad
 from loadtest.gpu.offline import engine_options, of_shape
-from loadtest.gpu.server_process import ServerProcess
 from loadtest.model_shapes import Shape
 from loadtest.report import Report, summarize
 from loadtest.sender import Job
+from loadtest.server_process import ServerProcess
 from loadtest.workload import Sample, random_tokens
 
 CEILING = OnlineLoad(concurrency=256, num_requests=1024)

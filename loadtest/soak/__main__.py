@@ -26,7 +26,7 @@ import asyncserve
 from asyncserve.config import FAULTS_VARIABLE
 from loadtest.chaos import GAUGES_AT_REST, SETTLE_S, measured_idle_share
 from loadtest.client import Client, ConnectionLost
-from loadtest.gpu.server_process import ServerFailed, ServerProcess, running
+from loadtest.server_process import ServerFailed, ServerProcess, running
 from loadtest.soak import report, residue
 from loadtest.soak.guests import Guests, Texts, told_at_once
 from loadtest.soak.ledger import Counts, Ledger, read_counts
@@ -42,6 +42,7 @@ TINY_VOCAB = 320
 MAX_GROWTH_PERCENT = 2.0
 MAX_IDLE_PERCENT = 2.0
 LIVE_INTERVAL_S = 0.05
+LIVE_LIMIT_S = 60.0
 START_LIMIT_S = 120.0
 MIN_MEMORY_S = 60.0
 """A shorter soak says nothing of the growth of memory."""
@@ -87,7 +88,10 @@ class Soak:
         """Soak it, and return all that was found."""
         self._client.model = (await self._client.served_model())[0]
         # Threads and pools that start when they are first needed are no leaks.
-        await self._load(min(WARM_UP_S, seconds / 4), Ledger(), seed=self._seed + 1)
+        warm_up = Ledger()
+        await self._load(min(WARM_UP_S, seconds / 4), warm_up, seed=self._seed + 1)
+        for message, count in warm_up.complaints.items():
+            self.ledger.complaints[f"while warming up: {message}"] += count
         await self._rest()
         alive_before = await residue.alive(self._process, self._watch_file)
         before = await self._counts()
@@ -181,22 +185,26 @@ class Soak:
     async def _watch_live(self, ended: asyncio.Event) -> None:
         """Ask /live all the time: it must be answered whatever happens."""
         request = self._client.head("GET", "/live")
-        connection = await self._client.open()
+        connection = None
         while not ended.is_set():
-            if not connection.is_open:
-                connection = await self._client.open()
-            began_s = time.perf_counter()
             try:
-                answer = await connection.exchange(request)
-            except ConnectionLost as error:
-                self.ledger.complain(f"/live: {error}")
-                continue
-            self.live_ms.append(1e3 * (time.perf_counter() - began_s))
-            if answer.status != 200:
-                self.ledger.complain(f"/live: HTTP {answer.status}")
+                if connection is None or not connection.is_open:
+                    connection = await self._client.open()
+                began_s = time.perf_counter()
+                async with asyncio.timeout(LIVE_LIMIT_S):
+                    answer = await connection.exchange(request)
+            except (ConnectionLost, TimeoutError) as error:
+                self.ledger.complain(f"/live: {str(error) or 'no answer'}")
+                if connection is not None:
+                    connection.close()
+            else:
+                self.live_ms.append(1e3 * (time.perf_counter() - began_s))
+                if answer.status != 200:
+                    self.ledger.complain(f"/live: HTTP {answer.status}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), LIVE_INTERVAL_S)
-        connection.close()
+        if connection is not None:
+            connection.close()
 
     async def _rest(self) -> dict[str, float]:
         """Wait until nobody is served, and return the gauges that say so."""

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from loadtest.metrics_page import samples
+
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -184,18 +186,18 @@ class Counts:
     values: Mapping[str, float]
 
 
-_SAMPLE = re.compile(r"^asyncserve:(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LOGGED = re.compile(r"asyncserve\.http\.access: .* (\S{2,})$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_PREFIX = "asyncserve:"
 
 
 def read_counts(page: str) -> Counts:
     """Read a page of /metrics."""
     counts = Counts(Counter(), Counter(), Counter(), Counter())
     values: Counter[str] = Counter()
-    for name, label_text, value in _SAMPLE.findall(page):
-        labels = dict(_LABEL.findall(label_text))
-        number = float(value)
+    for full_name, labels, number in samples(page):
+        if not full_name.startswith(_PREFIX):
+            continue
+        name = full_name.removeprefix(_PREFIX)
         if name == "http_requests_total" and labels["handler"] in GENERATING:
             counts.http[labels["status"]] += int(number)
         elif name == "request_success_total":

@@ -23,7 +23,7 @@ from asyncserve.errors import StartupError
 from asyncserve.http.generation import CollectingSink
 from asyncserve.http.responses.background import BackgroundResponse
 from asyncserve.http.sse import EventStream
-from asyncserve.loop.pipeline import ActiveRequest
+from asyncserve.loop.active_request import ActiveRequest
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.request import Request
 from asyncserve.serve import serve

@@ -29,8 +29,10 @@ TOP = [
 LOOP = [
     ["engine"],
     ["pipeline", "grammar"],
+    ["intake"],
+    ["active_request"],
     ["scheduler", "restart_budget", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
-    ["deadlines", "start_rate"],
+    ["deadlines", "start_rate", "step_limit", "sequence_limits"],
     ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema"],
     ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds"],
 ]
@@ -74,6 +76,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "asyncio": {
         "loop.engine",
         "loop.pipeline",
+        "loop.intake",
         "loop.channel",
         "loop.grammar_cache",
         "loop.deadlines",

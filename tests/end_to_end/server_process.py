@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx2 as httpx
 
+from loadtest.metrics_page import samples
+
 START_LIMIT_S = 120.0
 COMMAND = (sys.executable, "-m", "asyncserve", "--device", "cpu")
 TINY = ("--num-threads", "1")
@@ -88,10 +90,11 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels, whatever their others."""
-        pattern = re.compile(rf"^{re.escape(name)}(?:\{{([^}}]*)\}})? (\S+)$", re.MULTILINE)
-        wanted = {f'{label}="{value}"' for label, value in labels.items()}
-        samples = pattern.findall(self.get("/metrics").text)
-        values = [float(value) for own, value in samples if wanted <= set(own.split(","))]
+        values = [
+            sample.value
+            for sample in samples(self.get("/metrics").text)
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
         assert values, f"no metric {name} with {labels}"
         return sum(values)
 

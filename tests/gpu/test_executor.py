@@ -20,7 +20,7 @@ from asyncserve.errors import (
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.executor import ThreadExecutor
 from asyncserve.gpu.runner import ModelRunner
-from asyncserve.step import Executor, ExecutorInfo, StepPlan
+from asyncserve.step import Executor, ExecutorInfo, StepOutput, StepPlan
 from tests.contracts.executor_contract import DeviceUnderTest, ExecutorContract, PlanWriter, submit
 from tests.fakes.attention_model import AttentionModel, small_runner
 from tests.fakes.device import FakeDevice
@@ -139,6 +139,26 @@ async def test_a_gpu_with_a_spoilt_context_is_left_to_the_next_process() -> None
     gate = threading.Event()
     gate.set()
     executor, writer = await _on_a_gpu(RuntimeError("CUDA error: an illegal memory access"), gate)
+    with pytest.raises(DeviceLost):
+        await executor.submit(writer.admit(0))
+    with pytest.raises(DeviceLost, match="only a new one can use it"):
+        await executor.restart()
+    await executor.stop()
+
+
+async def test_a_gpu_whose_context_a_step_spoils_after_its_launch_is_left_to_the_next_process() -> None:
+    def spoilt() -> StepOutput:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    class GpuRunner(ModelRunner):
+        def run(self, plan: StepPlan) -> PendingOutput:
+            return PendingOutput(step_id=0, event=self.device.record_event(), sources=(), finish=spoilt)
+
+    executor = ThreadExecutor(
+        lambda: small_runner(num_slots=2, device=FakeDevice(), runner_class=GpuRunner),
+        left_behind_after_s=0.05,
+    )
+    writer = PlanWriter(await executor.start())
     with pytest.raises(DeviceLost):
         await executor.submit(writer.admit(0))
     with pytest.raises(DeviceLost, match="only a new one can use it"):

@@ -3,6 +3,7 @@ import os
 
 import pytest
 
+from loadtest.client import ConnectionLost
 from loadtest.idle_connections import Cost, IdleConnections, is_dear, main
 from tests.http.live import live_server
 
@@ -18,8 +19,8 @@ async def test_connections_are_opened_asked_once_left_alone_and_closed() -> None
 
 async def test_a_server_that_answers_otherwise_is_an_error() -> None:
     async with live_server() as live:
-        with pytest.raises(ConnectionError, match="404"):
-            await IdleConnections(live.url, os.getpid(), path="/nowhere", settle_s=0.0).measure(1, 0.0)
+        with pytest.raises(ConnectionLost, match="404"):
+            await IdleConnections(live.url, os.getpid(), path="/nowhere", settle_s=0.0).measure(1, 0.01)
 
 
 def test_no_server_is_status_2_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,3 +46,8 @@ def test_each_rate_is_tried_long_enough() -> None:
     assert SearchPlan(seconds=10).at(load, 3.05).num_requests == 31
     assert SearchPlan(seconds=10).at(load, 1.0).num_requests == 20
     assert SearchPlan(seconds=10).at(load, 3.05).rate == 3.05
+
+
+def test_a_rate_of_0_is_refused() -> None:
+    with pytest.raises(ValueError, match="rate is 0"):
+        SearchPlan().at(Load(seed=1), 0.0)

@@ -1,5 +1,6 @@
 import pytest
 
+from loadtest import options
 from loadtest.ceiling import Ceiling
 from loadtest.sender import Sent
 from loadtest.session import client_line, command_line, is_at_limit, more_processes, warnings
@@ -67,8 +68,11 @@ def test_the_client_is_told_of_in_a_line() -> None:
     assert "reconnected   2 x" in line
 
 
-def test_a_key_is_not_kept_with_the_command() -> None:
+def test_a_key_is_not_kept_with_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--api-key", "secret", "--label", "a b"], ["--api-key=secret", "--label", "a b"]):
         line = command_line(words)
         assert "secret" not in line
         assert line.endswith("--label 'a b'")
+    with pytest.raises(SystemExit):  # an option has one name, so that this one is always found
+        options.parsed(["--api-k", "secret"])
+    assert "--api-k" in capsys.readouterr().err

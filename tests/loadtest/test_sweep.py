@@ -1,5 +1,7 @@
 from typing import Any
 
+import pytest
+
 from loadtest.load import Load
 from loadtest.sweep import SweepPlan
 
@@ -22,6 +24,16 @@ def test_points_double_from_the_first_to_the_last() -> None:
     assert SweepPlan(first=1, last=9).values() == [1, 2, 4, 8]
     assert SweepPlan(first=3, last=3).values() == [3]
     assert SweepPlan(points=(8, 1)).values() == [1, 8]
+
+
+def test_what_leads_nowhere_is_refused() -> None:
+    for plan in (SweepPlan(first=0), SweepPlan(first=8, last=4)):
+        with pytest.raises(ValueError, match="it must rise, from above 0"):
+            plan.values()
+    with pytest.raises(ValueError, match="concurrency is 0"):
+        SweepPlan().at(LOAD, 0)
+    with pytest.raises(ValueError, match="rate is 0"):
+        SweepPlan(over="rate").at(LOAD, 0)
 
 
 def test_requests_and_warm_up_grow_with_the_concurrency() -> None:

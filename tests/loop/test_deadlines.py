@@ -68,3 +68,24 @@ async def test_requests_that_ended_long_before_their_time_do_not_pile_up() -> No
     assert len(deadlines) <= 2 * MIN_ENTRIES
     deadlines.close()
     await turn()
+
+
+async def test_one_thing_that_cannot_be_ended_keeps_no_other_from_its_deadline() -> None:
+    passed: list[Thing] = []
+    raised: list[Exception] = []
+    broken, other = Thing(), Thing()
+
+    def end(thing: Thing) -> None:
+        if thing is broken:
+            raise ZeroDivisionError
+        passed.append(thing)
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))
+    clock = Clock()
+    deadlines = Deadlines[Thing](clock, end)
+    deadlines.add(1.0, broken)
+    deadlines.add(2.0, other)
+    clock.now_s = 3.0
+    await until(lambda: bool(passed))
+    assert passed == [other]
+    assert [type(error) for error in raised] == [ZeroDivisionError]

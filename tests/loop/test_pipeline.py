@@ -6,7 +6,8 @@ import pytest
 
 from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
-from asyncserve.loop.pipeline import SLICE_LEN, STARTED_PER_TURN
+from asyncserve.loop.intake import STARTED_PER_TURN
+from asyncserve.loop.pipeline import SLICE_LEN
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
 from tests.fakes.engine import VOCAB_SIZE, Bench, bench
 from tests.fakes.executor import fake_info

@@ -124,9 +124,9 @@ def test_without_chunked_prefill_a_prompt_waits_until_it_fits_whole_and_lets_nob
 
 def test_without_chunked_prefill_a_prompt_above_the_budget_is_refused() -> None:
     bench = Bench(fake_info(max_num_batched_tokens=10), enable_chunked_prefill=False)
-    bench.scheduler.check_admissible(10, 1)
+    bench.scheduler.limits.check(10, 1)
     with pytest.raises(PromptTooLong, match=r"has 11 tokens; without chunked prefill .* at most 10") as info:
-        bench.scheduler.check_admissible(11, 1)
+        bench.scheduler.limits.check(11, 1)
     assert info.value.param == "prompt"
 
 
@@ -758,9 +758,9 @@ def test_what_exceeds_the_context_is_refused_with_the_numbers(
     prompt_len: int, max_output_len: int, message: str, param: str
 ) -> None:
     bench = Bench(fake_info(max_model_len=32))
-    bench.scheduler.check_admissible(31, 1)
+    bench.scheduler.limits.check(31, 1)
     with pytest.raises(PromptTooLong, match=message) as info:
-        bench.scheduler.check_admissible(prompt_len, max_output_len)
+        bench.scheduler.limits.check(prompt_len, max_output_len)
     assert info.value.param == param
 
 
@@ -775,9 +775,9 @@ def test_what_exceeds_the_pool_is_refused_with_the_numbers(
     prompt_len: int, max_output_len: int, message: str, param: str
 ) -> None:
     bench = Bench(fake_info(num_blocks=6, max_model_len=100))
-    assert bench.scheduler.max_sequence_len == 20
+    assert bench.scheduler.limits.max_len == 20
     with pytest.raises(PromptTooLong, match=message) as info:
-        bench.scheduler.check_admissible(prompt_len, max_output_len)
+        bench.scheduler.limits.check(prompt_len, max_output_len)
     assert info.value.param == param
 
 
@@ -790,7 +790,7 @@ def test_a_sequence_as_long_as_the_whole_pool_is_served() -> None:
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest) as info:
-        Bench().scheduler.check_admissible(0, 1)
+        Bench().scheduler.limits.check(0, 1)
     assert info.value.param == "prompt"
 
 

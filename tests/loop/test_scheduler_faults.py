@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncserve.errors import StepFailed, StepOutOfMemory
-from asyncserve.loop.scheduler import FAILED_ALONE_LIMIT, STEPS_KEPT_SMALL
+from asyncserve.loop.scheduler import FAILED_ALONE_LIMIT
+from asyncserve.loop.step_limit import STEPS_KEPT_SMALL
 from asyncserve.request import FinishReason
 from asyncserve.step import StepPlan
 from tests.fakes.executor import fake_continuation, fake_info
@@ -202,6 +203,24 @@ def test_a_suspect_that_is_paused_rests_and_goes_on_when_it_is_resumed(when: str
     assert bench.scheduler.resume(0)
     bench.run()
     assert bench.tokens_of(0) == expected(prompt(5, 0), 8)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_a_suspect_that_was_paused_and_resumed_while_it_is_tried_is_not_blamed_for_that_step(
+    num_sequences: int,
+) -> None:
+    bench = crowd(num_sequences)
+    bench.step()
+    bench.must_plan()
+    bench.fail()
+    assert 0 in bench.sequence_ids(bench.must_plan())
+    bench.scheduler.pause(0)
+    bench.scheduler.resume(0)
+    bench.scheduler.check()
+    assert bench.fail() == []
+    bench.run()
+    for sequence_id in range(num_sequences):
+        assert bench.tokens_of(sequence_id) == expected(prompt(5, sequence_id), 8)
 
 
 # Too little memory

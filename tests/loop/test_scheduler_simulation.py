@@ -5,6 +5,7 @@ import random
 import pytest
 
 from asyncserve.errors import StepFailed, StepOutOfMemory
+from asyncserve.loop.waiting import POLICIES
 from asyncserve.request import FinishReason
 from tests.fakes.executor import fake_continuation, fake_info, fake_logprobs
 from tests.loop.scheduling import Bench
@@ -31,7 +32,7 @@ def simulate(seed: int) -> dict[str, int]:
     )
     bench = Bench(
         info,
-        policy=rng.choice(["fcfs", "priority"]),
+        policy=rng.choice(POLICIES),
         enable_prefix_caching=rng.random() < 0.8,
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=rng.choice([0, 0, 2, 5]),
@@ -43,6 +44,8 @@ def simulate(seed: int) -> dict[str, int]:
     loss_rate = rng.choice([0.0, 0.0, 0.0, 0.02])
     culprit_rate = rng.choice([0.0, 0.0, 0.2])
     abort_rate = rng.choice([0.0, 0.0, 0.02, 0.1])
+    pause_rate = rng.choice([0.0, 0.0, 0.05, 0.2])
+    paused: set[int] = set()
     num_left = rng.randint(5, 25)
 
     def add_some() -> None:
@@ -74,9 +77,17 @@ def simulate(seed: int) -> dict[str, int]:
                 bench.culprits[sequence_id] = rng.randrange(prompt_len + max_tokens)
 
     num_losses = 0
-    while num_left or bench.has_work:
+    while num_left or bench.has_work or paused:
         action = rng.random()
-        if bench.received and rng.random() < abort_rate:
+        if paused and (rng.random() < 0.3 or not bench.has_work):
+            bench.scheduler.resume(paused.pop())
+            bench.scheduler.check()
+        elif bench.received and rng.random() < pause_rate:
+            paused.add(rng.randrange(len(bench.received)))
+            for sequence_id in paused:
+                bench.scheduler.pause(sequence_id)
+                bench.scheduler.check()
+        elif bench.received and rng.random() < abort_rate:
             bench.abort(rng.randrange(len(bench.received)))
         elif num_left and action < 0.2:
             add_some()
@@ -128,6 +139,7 @@ def simulate(seed: int) -> dict[str, int]:
         "failed_steps": bench.num_failed_steps,
         "losses": num_losses,
         "aborts": len(bench.aborted),
+        "pauses": bench.statistics().num_pauses,
     }
 
 
@@ -138,7 +150,7 @@ def test_random_life_gives_every_sequence_its_tokens_and_leaks_nothing(seed: int
 
 @pytest.mark.slow
 def test_many_random_lives_meet_everything_that_can_happen() -> None:
-    total = dict.fromkeys(("preemptions", "cached", "failed_steps", "losses", "aborts"), 0)
+    total = dict.fromkeys(("preemptions", "cached", "failed_steps", "losses", "aborts", "pauses"), 0)
     for seed in range(1000, 1060):
         try:
             counts = simulate(seed)

@@ -39,6 +39,10 @@ HEALTHY = {
     f'asyncserve:request_success_total{{{SERVER},finished_reason="error"}}': STILL,
     f'asyncserve:http_requests_total{{{SERVER},handler="/v1/completions",status="2xx"}}': GROWING,
     f'asyncserve:http_requests_total{{{SERVER},handler="/v1/completions",status="5xx"}}': STILL,
+    # Probes and scrapes would hide the errors of a server that has little to do.
+    f'asyncserve:http_requests_total{{{SERVER},handler="/metrics",status="2xx"}}': f"0+6000x{LENGTH}",
+    f'asyncserve:http_requests_total{{{SERVER},handler="/health",status="2xx"}}': f"0+6000x{LENGTH}",
+    f"asyncserve:http_connections_refused_total{{{SERVER}}}": STILL,
     f'asyncserve:requests_rejected_total{{{SERVER},reason="queued_tokens"}}': STILL,
     f'asyncserve:requests_rejected_total{{{SERVER},reason="invalid"}}': GROWING,
     f'asyncserve:traced_requests_total{{{SERVER},outcome="dropped"}}': STILL,
@@ -87,6 +91,9 @@ SICK: dict[str, dict[str, str]] = {
     "AsyncserveDeviceIdle": {f"asyncserve:gpu_idle_seconds_total{{{SERVER}}}": f"0+20x{LENGTH}"},
     "AsyncserveLoopLags": slow("loop_lag_seconds", "0.001"),
     "AsyncserveFilesRunOut": {f"process_open_fds{{{PROCESS}}}": f"950+0x{LENGTH}"},
+    "AsyncserveRefusesConnections": {
+        f"asyncserve:http_connections_refused_total{{{SERVER}}}": f"0+3x{LENGTH}"
+    },
     "AsyncserveTracesDropped": {
         f'asyncserve:traced_requests_total{{{SERVER},outcome="dropped"}}': f"0+3x{LENGTH}"
     },

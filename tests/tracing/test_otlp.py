@@ -205,6 +205,13 @@ def test_what_is_no_url_is_refused(endpoint: str) -> None:
         make_exporter(endpoint)
 
 
+@pytest.mark.parametrize("endpoint", ["http://me:secret@collector:4318", "grpc://secret@collector"])
+def test_a_password_has_no_place_in_an_address_that_is_shown(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_TRACES_HEADERS") as caught:
+        make_exporter(endpoint)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"pip install 'asyncserve\[otel\]'"):

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,20 @@ def test_a_step_whose_times_are_not_known_is_left_out(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         StepTrace(tmp_path / "nowhere" / "trace.json")
+
+
+def test_a_file_that_can_be_written_no_more_does_not_keep_the_server_from_ending(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.json"
+    os.mkfifo(path)  # as a disk that is full from some moment on: this one, when nobody reads any more
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    trace = StepTrace(path)
+    os.close(reader)
+    trace.stage_ran("plan", 1, 0.0, 0.5)
+    trace.close()
+    assert "could not be ended: Broken pipe" in caplog.text
+    assert "lacks 1 events" in caplog.text
 
 
 async def test_the_loop_works_on_one_thing_at_a_time_and_on_every_step(tmp_path: Path) -> None:

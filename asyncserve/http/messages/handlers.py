@@ -89,9 +89,7 @@ async def _call(
     is_large = num_bytes > LARGE_BODY_BYTES
     asked = await asyncio.to_thread(chat_body, body) if is_large else chat_body(body)
     with FIELD_NAMES.errors_as_asked():
-        return await chat_call(
-            serving, asked, num_bytes=num_bytes, response_id=message_id, caller=caller
-        )
+        return await chat_call(serving, asked, num_bytes=num_bytes, response_id=message_id, caller=caller)
 
 
 def _eager_tools(body: MessagesBody, call: ChatCall) -> frozenset[str]:

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from loadtest.gpu import online
-from loadtest.gpu.server_process import ServerFailed
 from loadtest.gpu.vocabulary import write_tokenizer
+from loadtest.server_process import ServerFailed
 from tests.loadtest.gpu.extents import ON_CPU, TINY, tiny_shape
 
 

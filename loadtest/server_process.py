@@ -6,26 +6,24 @@ whoever measures does nothing else meanwhile.
 """
 
 import json
-import re
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from loadtest.cores import on_cores
+from loadtest.metrics_page import totals
 
 POLL_S = 0.02
 STOP_LIMIT_S = 20.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Asks the server itself, whatever proxy the environment names."""
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})? (\S+)$")
 
 
 class ServerFailed(Exception):
@@ -94,7 +92,7 @@ class ServerProcess:
         status, page = self.get("/metrics")
         if status != 200:
             raise ServerFailed(f"/metrics: HTTP {status}:\n{self.last_lines(30)}")
-        return samples(page.decode())
+        return totals(page.decode())
 
     def last_lines(self, count: int) -> str:
         """Return the last lines of its log."""
@@ -128,15 +126,6 @@ class ServerProcess:
                 return error.code, error.read()
         except OSError:  # nobody listens yet
             return 0, b""
-
-
-def samples(page: str) -> Mapping[str, float]:
-    """Return the samples of a Prometheus page by name, labels added up."""
-    values: dict[str, float] = defaultdict(float)
-    for line in page.splitlines():
-        if (found := _SAMPLE.match(line)) is not None:
-            values[found[1]] += float(found[2])
-    return values
 
 
 def command(

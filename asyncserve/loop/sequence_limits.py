@@ -1,0 +1,65 @@
+"""How long a sequence may be that is to be served at all, and what to say of one that is longer.
+
+Takes the lengths of prompt and output; refuses with the numbers that matter. Pure; does not know what runs.
+"""
+
+from asyncserve.errors import InvalidRequest, PromptTooLong
+
+
+class SequenceLimits:
+    """What the model, the KV pool and the step allow one sequence.
+
+    Args:
+        context_len: Most tokens of the model's context.
+        pool_len: Most tokens that the KV cache holds.
+        max_prompt_len: Most tokens of a prompt that must be computed in one step; None if it need not be.
+
+    Attributes:
+        max_len: Most tokens, prompt and output, of one sequence: the context's limit or the KV pool's.
+    """
+
+    def __init__(self, *, context_len: int, pool_len: int, max_prompt_len: int | None) -> None:
+        self._context_len = context_len
+        self._pool_len = pool_len
+        self._max_prompt_len = max_prompt_len
+        self.max_len = min(context_len, pool_len)
+
+    def check(self, prompt_len: int, max_output_len: int) -> None:
+        """Refuse a sequence that could never be served.
+
+        Args:
+            max_output_len: Most tokens it is to generate.
+
+        Raises:
+            PromptTooLong: It exceeds the context, the KV pool or, without chunked prefill, the token budget.
+            InvalidRequest: The prompt is empty.
+        """
+        if prompt_len < 1:
+            raise InvalidRequest("the prompt has no tokens; at least 1 is needed", param="prompt")
+        context_len, pool_len = self._context_len, self._pool_len
+        if prompt_len >= context_len:
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens; the model's context of {context_len} tokens must hold"
+                " the prompt and at least 1 output token",
+                param="prompt",
+            )
+        if prompt_len >= pool_len:
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens; the KV cache of {pool_len} tokens must hold the prompt"
+                " and at least 1 output token",
+                param="prompt",
+            )
+        if self._max_prompt_len is not None and prompt_len > self._max_prompt_len:
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens; without chunked prefill a step, and hence a prompt,"
+                f" has at most {self._max_prompt_len} tokens",
+                param="prompt",
+            )
+        total_len = prompt_len + max_output_len
+        if total_len > self.max_len:
+            holder = "model's context" if context_len <= pool_len else "KV cache"
+            raise PromptTooLong(
+                f"the prompt has {prompt_len} tokens, max_tokens is {max_output_len}, {total_len} together;"
+                f" the {holder} holds {self.max_len}",
+                param="max_tokens",
+            )
