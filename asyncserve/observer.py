@@ -34,6 +34,8 @@ class RequestTimeline:
     """The observer's own mark: a prompt is counted once, with the first token or at the end."""
     request: Request | None = None
     """Whose sequence it is."""
+    missed_deadline: bool = False
+    """It was aborted since the time for the answer was over."""
 
 
 @dataclass(slots=True)

@@ -89,6 +89,10 @@ class ConnectionLost(Exception):
     """The server closed the connection before the answer was complete, or it was never opened."""
 
 
+class CannotConnect(ConnectionLost):
+    """There is no connection: nothing was sent, and the server knows of nothing."""
+
+
 class KeptConnectionClosed(ConnectionLost):
     """A connection that has served before ended without a byte of the answer: the server had let go of it."""
 
@@ -379,7 +383,7 @@ class Client:
         """Take an idle connection, or open one.
 
         Raises:
-            ConnectionLost: The server cannot be reached.
+            CannotConnect: The server cannot be reached.
         """
         while self._idle:
             connection = self._idle.pop()
@@ -394,7 +398,7 @@ class Client:
             via: An unconnected socket to use, of IPv4, that does not block.
 
         Raises:
-            ConnectionLost: The server cannot be reached.
+            CannotConnect: The server cannot be reached.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -404,7 +408,7 @@ class Client:
                 return connection
             _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._ssl)
         except OSError as error:
-            raise ConnectionLost(
+            raise CannotConnect(
                 f"cannot connect to {self._host}:{self._port}: {error.strerror or error}"
             ) from error
         return connection

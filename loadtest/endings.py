@@ -24,7 +24,7 @@ from typing import Any
 import uvloop
 
 import asyncserve
-from loadtest.client import Client, ConnectionLost, Record, error_message
+from loadtest.client import CannotConnect, Client, ConnectionLost, Record, error_message
 from loadtest.server_process import ServerFailed, ServerProcess, free_port, running
 from loadtest.workload import Sample, text
 
@@ -32,6 +32,7 @@ DEMO_MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 SERVER: Mapping[str, Any] = {"device": "cpu", "max_num_seqs": 64, "shutdown_timeout": 120}
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 150.0
+REFUSED_STATUS = 503
 PLAIN_SHARE = 3
 """Every third client does not stream."""
 
@@ -43,8 +44,8 @@ class Stopped:
     Args:
         in_flight: Requests under way when it came.
         whole: Of those, how many came to their whole answer.
-        cut: What became of the others.
-        refused: Requests sent later that got 503, or no connection.
+        cut: What became of the others, and of those sent later that were accepted and then broke off.
+        refused: Requests sent later that got 503, or no connection at all.
         served_later: Requests sent later that were answered all the same.
     """
 
@@ -93,7 +94,12 @@ class Crowd:
             is_later = self._has_stopped
             self._num_under_way += 1
             try:
-                error, is_refused = await (self._plain if number % PLAIN_SHARE == 0 else self._stream)(sample)
+                async with asyncio.timeout(self._client.timeout_s):
+                    status, error = await (self._plain if number % PLAIN_SHARE == 0 else self._stream)(sample)
+                is_refused = status == REFUSED_STATUS
+            except (ConnectionLost, TimeoutError) as lost:
+                error = str(lost) or f"no answer within {self._client.timeout_s:g} s"
+                is_refused = isinstance(lost, CannotConnect)
             finally:
                 self._num_under_way -= 1
             if is_later:
@@ -113,25 +119,23 @@ class Crowd:
             else:
                 self.num_answered += 1
 
-    async def _stream(self, sample: Sample) -> tuple[str | None, bool]:
-        record: Record = await self._client.complete(sample)
-        error = record.error
-        if error is None and record.num_output_tokens != sample.max_tokens:
-            error = f"{record.num_output_tokens} of {sample.max_tokens} tokens came"
-        # Without a status nothing was sent: there was no connection.
-        return error, record.status in (0, 503)
+    async def _stream(self, sample: Sample) -> tuple[int, str | None]:
+        """Return the status of an answer, and what is wrong with it."""
+        record = Record(num_asked_tokens=sample.max_tokens)
+        body = self._client.body(sample)
+        await self._client.on_connection(lambda connection: self._client.stream(connection, body, record))
+        return record.status, record.error or _shortage(record.num_output_tokens, sample)
 
-    async def _plain(self, sample: Sample) -> tuple[str | None, bool]:
+    async def _plain(self, sample: Sample) -> tuple[int, str | None]:
         body = self._client.body(sample, stream=False)
-        try:
-            answer = await self._client.ask("POST", "/v1/completions", body)
-        except ConnectionLost as error:
-            return str(error), True
+        answer = await self._client.ask("POST", "/v1/completions", body)
         if answer.status != 200:
-            return f"HTTP {answer.status}: {error_message(answer.body)}", answer.status == 503
-        num_tokens = answer.json()["usage"]["completion_tokens"]
-        is_whole = num_tokens == sample.max_tokens
-        return None if is_whole else f"{num_tokens} of {sample.max_tokens} tokens came", False
+            return answer.status, f"HTTP {answer.status}: {error_message(answer.body)}"
+        return answer.status, _shortage(answer.json()["usage"]["completion_tokens"], sample)
+
+
+def _shortage(num_tokens: int, sample: Sample) -> str | None:
+    return None if num_tokens == sample.max_tokens else f"{num_tokens} of {sample.max_tokens} tokens came"
 
 
 def terminated(model: str, *, num_clients: int, after_s: float, output_len: int, log: Path) -> dict[str, Any]:

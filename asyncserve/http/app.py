@@ -19,7 +19,7 @@ from asyncserve.http.chat import chat
 from asyncserve.http.completions import complete
 from asyncserve.http.connection import KEEPALIVE_TIMEOUT_S, ConnectionBound, HeaderLimits, Runner
 from asyncserve.http.cross_origin import CrossOrigin, answer_preflight, response_headers
-from asyncserve.http.failures import CLIENT_GONE, REQUEST_ID, answer_failures
+from asyncserve.http.failures import CLIENT_GONE, ENDLESS, REQUEST_ID, answer_failures
 from asyncserve.http.live_page.recorder import PipelineRecorder
 from asyncserve.http.live_page.routes import add_live_page
 from asyncserve.http.logprobs import TokenTexts
@@ -39,6 +39,7 @@ from asyncserve.metrics.http_traffic import UNKNOWN_ROUTE, HttpTraffic
 
 access_logger = logging.getLogger("asyncserve.http.access")
 
+TRAFFIC = web.AppKey("TRAFFIC", HttpTraffic)
 GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 """Routes that make the engine generate."""
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}
@@ -111,9 +112,10 @@ def build_app(
         clock: Monotonic seconds, the engine's clock.
     """
     cross_origin = cross_origin or CrossOrigin()
+    traffic = traffic or HttpTraffic(model_names[0])
     middlewares: list[Middleware] = [
         _frame(
-            traffic or HttpTraffic(model_names[0]),
+            traffic,
             access_log=access_log,
             unlogged_paths=frozenset(unlogged_paths),
         ),
@@ -126,6 +128,7 @@ def build_app(
     elif api_keys:
         middlewares.append(require_key(api_keys))
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
+    app[TRAFFIC] = traffic
     app.on_response_prepare.append(response_headers(cross_origin))
     app.on_response_prepare.append(name_request_id)
     written_as = message_format(
@@ -214,11 +217,13 @@ def make_runner(
         keepalive_timeout_s: Seconds that a connection without a request stays open.
     """
     serving = app.get(SERVING)
+    traffic = app.get(TRAFFIC)
     return Runner(
         app,
         limits=limits or HeaderLimits(),
         root_path="" if serving is None else serving.root_path,
         bound=bound or ConnectionBound(),
+        on_refused=(lambda status_code: None) if traffic is None else traffic.refuse,
         keepalive_timeout_s=keepalive_timeout_s,
         shutdown_timeout=shutdown_timeout_s,
     )
@@ -242,6 +247,8 @@ def _frame(traffic: HttpTraffic, *, access_log: bool, unlogged_paths: Collection
             return response
         finally:
             # A handler that is cancelled, because its client has left, comes by here too.
+            if status_code == CLIENT_GONE and request.get(ENDLESS):
+                status_code = web.HTTPOk.status_code
             resource = request.match_info.route.resource
             traffic.end(UNKNOWN_ROUTE if resource is None else resource.canonical, status_code)
             if access_log and request.path not in unlogged_paths:

@@ -11,6 +11,7 @@ to show would let requests of clients that are gone run on.
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,6 +51,9 @@ REFUSAL_S = 2.0
 """How long a refused connection has to read why."""
 MAX_REFUSALS = 64
 """Refused connections that are told why at once; further ones are just closed."""
+SLASHED_PREFIX = web.RequestKey("SLASHED_PREFIX", str)
+"""Under it a request whose path was the proxy's prefix without a slash behind it holds the address with one,
+relative: what a page names would be looked for beside the prefix, not below it."""
 TOO_MANY_HEADERS = "Too many headers received"
 """What aiohttp's parser says of them; it has no class of its own for it."""
 
@@ -127,13 +131,22 @@ class Connection(web.RequestHandler):
 
     Args:
         bound: Of the server's connections.
+        on_refused: Given the status of each answer to what is no HTTP.
     """
 
-    __slots__ = ("_bound", "_is_refused")
+    __slots__ = ("_bound", "_is_refused", "_on_refused")
 
-    def __init__(self, manager: web.Server, *, bound: ConnectionBound, **settings: Any) -> None:
+    def __init__(
+        self,
+        manager: web.Server,
+        *,
+        bound: ConnectionBound,
+        on_refused: Callable[[int], None],
+        **settings: Any,
+    ) -> None:
         super().__init__(manager, **settings)
         self._bound = bound
+        self._on_refused = on_refused
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -198,6 +211,8 @@ class Connection(web.RequestHandler):
             logger.error("handling a request from %s failed", request.remote, exc_info=exc)
             response = response_to(exc or RuntimeError())
         response.force_close()
+        if status < 500:  # a bug is one of a request that has been counted
+            self._on_refused(response.status)
         return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
@@ -216,6 +231,7 @@ class _Server(web.Server):
         limits: HeaderLimits,
         bound: ConnectionBound,
         root_path: str,
+        on_refused: Callable[[int], None],
         **settings: Any,
     ) -> None:
         async def answer(request: web.BaseRequest) -> web.StreamResponse:
@@ -225,17 +241,24 @@ class _Server(web.Server):
                 return await inner.request_handler(request)
             except web.HTTPException as error:
                 # Raised before the middlewares run, e.g. for an Expect header nobody can meet.
+                on_refused(error.status)
                 return response_to(error, request)
 
         def make_request(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
             if message.version > HttpVersion11:
                 # A request that says HTTP/2.0 in HTTP/1's syntax; its answer would begin with the same.
                 message = message._replace(version=HttpVersion11, should_close=True)
-            return inner.request_factory(_without_prefix(message, root_path) if root_path else message, *rest)
+            if not root_path:
+                return inner.request_factory(message, *rest)
+            request = inner.request_factory(_without_prefix(message, root_path), *rest)
+            if message.path.partition("?")[0] == root_path:
+                request[SLASHED_PREFIX] = f"{root_path.rpartition('/')[2]}/"
+            return request
 
         super().__init__(answer, request_factory=make_request, handler_cancellation=True)
         self._settings = {
             "bound": bound,
+            "on_refused": on_refused,
             "max_line_size": limits.num_bytes,
             "max_field_size": limits.num_bytes,
             "max_headers": limits.count,
@@ -254,6 +277,8 @@ class Runner(web.AppRunner):
         limits: Of what stands before a request's body.
         root_path: Prefix that is taken off paths which have it.
         bound: Of the number of connections.
+        on_refused: Given the status of each answer that the application knows nothing of: to what is no HTTP,
+            and to headers that are too large or cannot be met.
         keepalive_timeout_s: Seconds that a connection without a request stays open.
         settings: Of any aiohttp runner.
     """
@@ -265,6 +290,7 @@ class Runner(web.AppRunner):
         limits: HeaderLimits,
         root_path: str,
         bound: ConnectionBound,
+        on_refused: Callable[[int], None],
         keepalive_timeout_s: float,
         **settings: Any,
     ) -> None:
@@ -272,6 +298,7 @@ class Runner(web.AppRunner):
         self._limits = limits
         self._root_path = root_path
         self._bound = bound
+        self._on_refused = on_refused
         self._keepalive_timeout_s = keepalive_timeout_s
 
     async def _make_server(self) -> web.Server:
@@ -281,6 +308,7 @@ class Runner(web.AppRunner):
             limits=self._limits,
             bound=self._bound,
             root_path=self._root_path,
+            on_refused=self._on_refused,
             access_log=None,
             keepalive_timeout=self._keepalive_timeout_s,
         )

@@ -99,6 +99,8 @@ REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 
 CLIENT_GONE = 499
 """Status in the access log of a request whose client left before the answer."""
+ENDLESS = web.RequestKey("ENDLESS", bool)
+"""Under it a request says that its answer goes on until the client leaves: that is its ordinary end."""
 
 MAX_SHOWN_PATH_LEN = 64
 """A path is shown in messages up to so many characters."""

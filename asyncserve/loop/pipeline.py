@@ -564,6 +564,8 @@ class Pipeline:
         """End a request whose time is over."""
         self._num_deadlines_missed += 1
         taken_s = self._clock() - active.request.arrival_s
+        for timeline in active.timelines:
+            timeline.missed_deadline = timeline.finished_s is None
         self._end(active, FinishReason.ABORT)
         _fail_sink(active, DeadlineExceeded(f"the answer was not complete {taken_s:.1f} s after the request"))
 

@@ -337,7 +337,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "http_requests_total",
         "requests",
-        "HTTP requests answered, by route and class of status; client_left: gone before the answer was.",
+        "HTTP requests answered, by route (none: no such path, or bad HTTP) and class of status;"
+        " client_left: gone before the answer was.",
         Source.HTTP,
         ("handler", "status"),
     ),

@@ -63,6 +63,11 @@ class HttpTraffic(Collector):
             self._add_handler(handler)
         self._counts[key] += 1
 
+    def refuse(self, status_code: int) -> None:
+        """Note that something was answered before it was a request with a route: bad HTTP, large headers."""
+        self.begin()
+        self.end(UNKNOWN_ROUTE, status_code)
+
     def describe(self) -> Iterable[Metric]:
         """Name the metrics that `collect` gives."""
         return empty_families(Source.HTTP)

@@ -169,7 +169,7 @@ class SpanMaker:
                 (request.arrived_s, finished_s),
                 self._attributes(request, finished_s),
                 kind=trace.SpanKind.SERVER,
-                failed=any(sequence.reason == "error" for sequence in request.sequences),
+                failure=next(filter(None, map(failure_of, request.sequences)), None),
             )
         ]
         for index, sequence in enumerate(request.sequences):
@@ -179,7 +179,13 @@ class SpanMaker:
                 times_s = (request.arrived_s, sequence.finished_s)
                 spans.append(
                     self._span(
-                        "sequence", owner, root, request, times_s, _sequence_attributes(sequence, index)
+                        "sequence",
+                        owner,
+                        root,
+                        request,
+                        times_s,
+                        _sequence_attributes(sequence, index),
+                        failure=failure_of(sequence),
                     )
                 )
             spans += [
@@ -209,7 +215,7 @@ class SpanMaker:
         attributes: Mapping[str, Any],
         *,
         kind: "SpanKind | None" = None,
-        failed: bool = False,
+        failure: str | None = None,
     ) -> "ReadableSpan":
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -222,7 +228,7 @@ class SpanMaker:
             resource=self._resource,
             attributes=dict(attributes),
             kind=SpanKind.INTERNAL if kind is None else kind,
-            status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
+            status=Status(StatusCode.UNSET if failure is None else StatusCode.ERROR, failure),
             start_time=began_ns,
             end_time=ended_ns,
             instrumentation_scope=self._scope,
@@ -273,6 +279,13 @@ def _sequence_attributes(sequence: FinishedSequence, index: int) -> dict[str, An
         "gen_ai.response.finish_reasons": (sequence.reason,),
         "gen_ai.usage.output_tokens": sequence.num_output_tokens,
     }
+
+
+def failure_of(sequence: FinishedSequence) -> str | None:
+    """Return what an error's span says of a sequence that failed; None if it did not."""
+    if sequence.missed_deadline:
+        return "the time for the answer was over before it was complete"
+    return "the sequence ended with an error" if sequence.reason == "error" else None
 
 
 def stages_of(arrived_s: float, sequence: FinishedSequence) -> dict[str, tuple[float, float]]:

@@ -27,6 +27,7 @@ class FinishedSequence(NamedTuple):
     num_output_tokens: int
     max_output_len: int
     num_preemptions: int
+    missed_deadline: bool = False
 
 
 class FinishedRequest(NamedTuple):
@@ -80,6 +81,7 @@ class RequestTracer(NullObserver):
             num_output_tokens=timeline.num_output_tokens,
             max_output_len=timeline.max_output_len,
             num_preemptions=timeline.num_preemptions,
+            missed_deadline=timeline.missed_deadline,
         )
         sequences = self._ended.setdefault(request.request_id, [])
         sequences.append(sequence)

@@ -2,12 +2,14 @@
 
 Takes the engine's calls as an `Observer` and writes one file in the trace event format, a row for each of
 the four, so that what overlaps is seen to overlap. Written by a thread as it comes, and ended at a size
-limit; a file that a killed process leaves is cut between two events, which Perfetto takes, and is JSON as
-soon as a `]` is put behind it. Open it at ui.perfetto.dev. Decides nothing.
+limit, or when a write fails. A file that a killed process or a full disk leaves is cut between two events,
+which Perfetto takes, and is JSON as soon as a `]` is put behind it. Open it at ui.perfetto.dev. Decides
+nothing.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +53,7 @@ class StepEvent(NamedTuple):
 
 
 class StepTrace(NullObserver):
-    """An `Observer` that writes a timeline.
+    """An `Observer` that writes a timeline, until the first write that fails.
 
     Args:
         path: File to write; one that is there is overwritten.
@@ -67,22 +69,27 @@ class StepTrace(NullObserver):
         self._path = path
         self._num_bytes = 0
         self._max_bytes = max_bytes
-        self._is_full = False
-        self._append(b"[\n" + b",\n".join(map(_metadata, ROWS)))
+        self._has_ended = False
+        self._has_failed = False
+        try:
+            self._append(b"[\n" + b",\n".join(map(_metadata, ROWS)))
+        except OSError:
+            self._file.close()
+            raise
         self._writer = BackgroundWriter[StageEvent | StepEvent](
             self._write, name="asyncserve-trace", capacity=CAPACITY, batch_len=BATCH_LEN, linger_s=LINGER_S
         )
 
     def stage_ran(self, stage: str, step_id: int, began_s: float, ended_s: float) -> None:
         """Note what the loop did for a step."""
-        if not self._is_full:
+        if not self._has_ended:
             self._writer.put(StageEvent(stage, step_id, began_s, ended_s))
 
     def step_applied(
         self, plan: StepPlan, output: StepOutput, inter_token_s: Sequence[float], now_s: float
     ) -> None:
         """Note what the device did for a step."""
-        if self._is_full or output.times is None:
+        if self._has_ended or output.times is None:
             return
         num_tokens, num_sequences = plan.num_tokens, len(plan.sequences)
         num_prefills = sum(sequence.num_tokens > 1 for sequence in plan.sequences)
@@ -99,13 +106,14 @@ class StepTrace(NullObserver):
         )
 
     def close(self) -> None:
-        """Write what waits and end the file. Blocks; a full disk is only told of: the server ends here."""
+        """Write what waits and end the file. Blocks; a full disk is only told of: the server ends here.
+
+        A file that could not be written stays as it was then.
+        """
         self._writer.close(CLOSE_TIMEOUT_S)
-        try:
-            with self._file:
-                self._append(b"\n]\n")
-        except OSError as error:
-            logger.warning("%s could not be ended: %s", self._path, error.strerror)
+        with self._file:
+            if not self._has_failed:
+                self._try_to_append(b"\n]\n")
         if self._writer.num_dropped:
             logger.warning(
                 "%s lacks %d events: it could not be written fast enough",
@@ -114,17 +122,29 @@ class StepTrace(NullObserver):
             )
 
     def _write(self, events: Sequence[StageEvent | StepEvent]) -> None:
-        if self._is_full:
+        if self._has_ended:
             return
         lines = [line for event in events for line in self._timeline.lines(event)]
-        self._append(b"".join(b",\n" + line for line in lines))
+        self._try_to_append(b"".join(b",\n" + line for line in lines))
         if self._num_bytes >= self._max_bytes:
-            self._is_full = True
+            self._has_ended = True
             logger.warning("%s has reached %d bytes: no more steps are written", self._path, self._num_bytes)
 
+    def _try_to_append(self, data: bytes) -> None:
+        """Write; if that fails, leave the file with whole events, and write no more."""
+        try:
+            self._append(data)
+        except OSError as error:
+            self._has_ended = self._has_failed = True
+            logger.warning("%s could not be written: %s; no more steps are", self._path, error.strerror)
+            with suppress(OSError):  # what is no file has no end to cut off
+                self._file.truncate(self._num_bytes)
+
     def _append(self, data: bytes) -> None:
-        # In one call, so that a process that is killed leaves whole events.
-        self._file.write(data)
+        # In one call, so that a process that is killed leaves whole events; a disk takes a part as it fills.
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
         self._num_bytes += len(data)
 
 

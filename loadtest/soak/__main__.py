@@ -1,9 +1,9 @@
 """`python -m loadtest.soak`: learn the right answers, soak a server with faults in it, hold it to account.
 
-Starts the server twice itself: undisturbed, for the answers, and with `ASYNCSERVE_FAULTS`, for the soak. Exit
-status 1 if a request was lost or answered wrongly, if metrics and clients disagree, if something is left
-behind, if memory grows by more than 2 % after warm-up, or if the server is busy when idle. Run in the
-repository's root; needs what tests need.
+Starts the servers itself: one undisturbed, for the answers, and, for the soak, one with `ASYNCSERVE_FAULTS`
+for each of the scenario's scheduling policies. Exit status 1 if a request was lost or answered wrongly, if
+metrics and clients disagree, if something is left behind, if memory grows by more than 2 % after warm-up, or
+if the server is busy when idle. Run in the repository's root; needs what tests need.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ KEY_FILE_INTERVAL_S = 5.0
 
 
 class Soak:
-    """One soak of one server.
+    """The soak of one server.
 
     Args:
         scenario: What is done.
@@ -84,12 +84,13 @@ class Soak:
         self.ledger = Ledger()
         self.live_ms: list[float] = []
 
-    async def run(self, seconds: float, *, idle_seconds: float) -> dict[str, Any]:
+    async def run(self, seconds: float, *, warm_up_s: float, idle_seconds: float) -> dict[str, Any]:
         """Soak it, and return all that was found."""
         self._client.model = (await self._client.served_model())[0]
         # Threads and pools that start when they are first needed are no leaks.
+        await self._ask_everything()
         warm_up = Ledger()
-        await self._load(min(WARM_UP_S, seconds / 4), warm_up, seed=self._seed + 1)
+        await self._load(warm_up_s, warm_up, seed=self._seed + 1)
         for message, count in warm_up.complaints.items():
             self.ledger.complaints[f"while warming up: {message}"] += count
         await self._rest()
@@ -125,8 +126,6 @@ class Soak:
         median, p99, most = np.percentile(self.live_ms, [50, 99, 100])
         return {
             "seconds": round(took_s, 1),
-            "guests": self._scenario.guests,
-            "faults": self._scenario.faults_text,
             "requests": {
                 "sent": self.ledger.num_sent,
                 "ends": self.ledger.ends(),
@@ -148,6 +147,16 @@ class Soak:
             "kinds": self.ledger.kinds(),
             "complaints": dict(self.ledger.complaints),
         }
+
+    async def _ask_everything(self) -> None:
+        """Ask all sound questions at once, whatever comes of it."""
+        model = self._client.model
+        asked = [
+            self._client.ask("POST", question.path, question.body(stream=False, model=model))
+            for question in self._questions.sound
+        ]
+        await asyncio.gather(*asked, return_exceptions=True)
+        self._client.close()
 
     async def _load(self, seconds: float, ledger: Ledger, *, seed: int) -> None:
         """Let guests come for so long, and wait until the last has gone."""
@@ -261,13 +270,16 @@ async def right_answers(server: ServerProcess, scenario: Scenario, questions: Qu
 
 @contextmanager
 def watched(
-    model: str, options: Mapping[str, Any], *, folder: Path, faults: str
+    model: str, options: Mapping[str, Any], *, folder: Path, name: str, faults: str = ""
 ) -> Iterator[tuple[ServerProcess, Path]]:
-    """Run a watched server for the duration of the block; gives it, ready, and the file it writes to."""
-    watch_file = folder / "alive.jsonl"
+    """Run a watched server for the duration of the block; gives it, ready, and the file it writes to.
+
+    Its log is called by its name.
+    """
+    watch_file = folder / f"{name}-alive.jsonl"
     environment = {**os.environ, FAULTS_VARIABLE: faults}
     command = ["loadtest.soak.watched_server", str(watch_file)]
-    log = folder / f"{'faults' if faults else 'undisturbed'}.log"
+    log = folder / f"{name}.log"
     with running(model, options, cores=None, log=log, module=command, environment=environment) as server:
         server.wait_for_status("/ready", START_LIMIT_S)
         yield server, watch_file
@@ -277,6 +289,8 @@ def soak(
     scenario: Scenario, *, model: str, seconds: float, idle_seconds: float, seed: int, folder: Path
 ) -> dict[str, Any]:
     """Do it all; `folder` gets the model, if it is a tiny one, and logs.
+
+    The scenario's scheduling policies share the seconds; what was found of each is one of `parts`.
 
     Raises:
         ServerFailed: A server does not start, or gives no right answers.
@@ -296,24 +310,48 @@ def soak(
         key_file.write_text("\n".join(scenario.keys) + "\n")
         options["api_key_file"] = str(key_file)
     questions = draw(**scenario.questions, vocab_size=vocab_size, seed=seed)
-    with watched(model, options, folder=folder, faults="") as (server, _):
+    with watched(model, options, folder=folder, name="undisturbed") as (server, _):
         expected = uvloop.run(right_answers(server, scenario, questions))
-    with watched(model, options, folder=folder, faults=scenario.faults_text) as (server, watch_file):
-        whole = Soak(scenario, server, watch_file, questions=questions, expected=expected, seed=seed)
-        found = uvloop.run(_run(whole, seconds, idle_seconds, key_file if scenario.keys else None))
-        if server.process.poll() is not None:
-            raise ServerFailed(f"the server ended by itself:\n{server.last_lines(30)}")
-    if (status := server.process.returncode) != 0:
-        found["complaints"][f"the server ended with status {status}"] = 1
-    for request_id in whole.ledger.unlogged(server.log.read_text(errors="replace")):
-        found["complaints"][f"request {request_id} is not in the server's log exactly once"] = 1
-    return {"version": asyncserve.__version__, "model": name, **found}
+    parts = []
+    for policy in scenario.policies:
+        of_policy = {**options, "scheduling_policy": policy}
+        with watched(model, of_policy, folder=folder, name=policy, faults=scenario.faults_text) as (
+            server,
+            watch_file,
+        ):
+            whole = Soak(scenario, server, watch_file, questions=questions, expected=expected, seed=seed)
+            running_soak = whole.run(
+                seconds / len(scenario.policies),
+                warm_up_s=min(WARM_UP_S, seconds / 4),
+                idle_seconds=idle_seconds,
+            )
+            found = uvloop.run(_touching(key_file if scenario.keys else None, running_soak))
+            if server.process.poll() is not None:
+                raise ServerFailed(f"the server ended by itself:\n{server.last_lines(30)}")
+        if (status := server.process.returncode) != 0:
+            found["complaints"][f"the server ended with status {status}"] = 1
+        for request_id in whole.ledger.unlogged(server.log.read_text(errors="replace")):
+            found["complaints"][f"request {request_id} is not in the server's log exactly once"] = 1
+        parts.append({"policy": policy, **found})
+    return {
+        "version": asyncserve.__version__,
+        "model": name,
+        "guests": scenario.guests,
+        "faults": scenario.faults_text,
+        "parts": parts,
+    }
 
 
-async def _run(whole: Soak, seconds: float, idle_seconds: float, key_file: Path | None) -> dict[str, Any]:
+def is_sound(part: Mapping[str, Any]) -> bool:
+    """Return whether nothing is wrong with what was found of one server."""
+    requests = part["requests"]
+    return not (part["complaints"] or requests["ends"]["lost"] or requests["wrong"])
+
+
+async def _touching(key_file: Path | None, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     touching = None if key_file is None else asyncio.create_task(_touch(key_file))
     try:
-        return await whole.run(seconds, idle_seconds=idle_seconds)
+        return await work
     finally:
         if touching is not None:
             touching.cancel()
@@ -334,7 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--scenario", default="soak", help="Name in loadtest/scenarios/soak, or a TOML file.")
     parser.add_argument("--model", default=DEMO_MODEL, help=f"A model, or {TINY!r} for a tiny random Llama.")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="How long. Default: 1200.")
+    parser.add_argument(
+        "--seconds", type=float, default=1200.0, help="How long, all policies together. Default: 1200."
+    )
     parser.add_argument(
         "--idle-seconds", type=float, default=10.0, help="How long idleness is measured; 0: not."
     )
@@ -361,10 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.results is not None:
         report.write(found, arguments.results)
     print(report.to_markdown(found))
-    is_sound = (
-        not found["complaints"] and not found["requests"]["ends"]["lost"] and not found["requests"]["wrong"]
-    )
-    return 0 if is_sound else 1
+    return 0 if all(map(is_sound, found["parts"])) else 1
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ class Guests:
         connection = await client.open()
         try:
             connection.send(request[: max(1, int(self._random.random() * TRUNCATED_AT * len(request)))])
-            await asyncio.sleep(self._random.uniform(0.1, 3))
+            await asyncio.sleep(self._random.uniform(0.1, 1))
             _leave(connection, resets=self._random.random() < 0.5)
         finally:
             connection.close()

@@ -25,10 +25,9 @@ EVENTS = {
 
 
 def to_markdown(found: Mapping[str, Any]) -> str:
-    """Return the tables of one soak."""
-    ends = found["requests"]
+    """Return the tables of a soak, those of each scheduling policy below a title of their own."""
     lines = [
-        f"# Soak of {found['seconds']:.0f} s, {found['date'][:10]}",
+        f"# Soak of {sum(part['seconds'] for part in found['parts']):.0f} s, {found['date'][:10]}",
         "",
         "```",
         f"{found['command']}",
@@ -36,13 +35,21 @@ def to_markdown(found: Mapping[str, Any]) -> str:
         "",
         f"asyncserve {found['version']}, {found['model']}, {found['guests']} guests at once; faults:"
         f" `{found['faults']}`.",
-        "",
+    ]
+    for part in found["parts"]:
+        lines += ["", f"## Scheduling policy {part['policy']}, {part['seconds']:.0f} s", "", *_tables(part)]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(found: Mapping[str, Any]) -> list[str]:
+    requests = found["requests"]
+    return [
         *_table(
             ("requests", ""),
             [
-                ("sent", ends["sent"]),
-                *((name, count) for name, count in ends["ends"].items()),
-                ("answered wrongly", ends["wrong"]),
+                ("sent", requests["sent"]),
+                *((name, count) for name, count in requests["ends"].items()),
+                ("answered wrongly", requests["wrong"]),
                 *found["server"].items(),
             ],
         ),
@@ -81,7 +88,6 @@ def to_markdown(found: Mapping[str, Any]) -> str:
         "",
         "Wrong: " + ("; ".join(f"{n} x {what}" for what, n in found["complaints"].items()) or "nothing."),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:

@@ -22,7 +22,8 @@ class Scenario:
         warm_share: Share of the time after which memory counts.
         keys: API keys of the guests.
         questions: Arguments of `questions.draw`.
-        server: Options of the server, by their field names.
+        policies: Of scheduling: a server for each, one after the other, shares the time.
+        server: Further options of the server, by their field names.
         faults: Parts of ASYNCSERVE_FAULTS.
         visits: Weights of the kinds of visit, of `Guests`.
     """
@@ -33,6 +34,7 @@ class Scenario:
     burst_interval_s: float = 20.0
     warm_share: float = 0.25
     keys: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ("fcfs",)
     questions: Mapping[str, Any]
     server: Mapping[str, Any]
     faults: Mapping[str, str]
@@ -58,4 +60,5 @@ def read_scenario(name: str) -> Scenario:
     unknown = set(content) - {field.name for field in dataclasses.fields(Scenario)}
     if unknown:
         raise ValueError(f"{path}: unknown field {min(unknown)}")
-    return Scenario(**{**content, "keys": tuple(content.get("keys", ()))})
+    lists: dict[str, Any] = {name: tuple(content[name]) for name in ("keys", "policies") if name in content}
+    return Scenario(**{**content, **lists})

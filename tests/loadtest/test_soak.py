@@ -2,12 +2,14 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from asyncserve.config import ServerConfig
 from asyncserve.faults import parse_faults
 from loadtest.soak import report, residue
-from loadtest.soak.__main__ import TINY, main, soak
+from loadtest.soak.__main__ import TINY, is_sound, main, soak
 from loadtest.soak.guests import Guests, Texts, Transcript
 from loadtest.soak.ledger import End, Ledger, Visit, read_counts
 from loadtest.soak.questions import CULPRIT_TOKEN, NAN_TOKEN, POISON, Question, Questions, draw
@@ -23,15 +25,33 @@ def test_a_sound_server_loses_nothing_and_says_nothing_wrong_whatever_strikes(tm
     found = soak(
         read_scenario("short"), model=TINY, seconds=3, idle_seconds=0, seed=0, folder=tmp_path / "soak"
     )
-    assert found["complaints"] == {}
-    assert (found["requests"]["ends"]["lost"], found["requests"]["wrong"]) == (0, 0)
+    assert [part["policy"] for part in found["parts"]] == ["fair", "priority"]
+    for part in found["parts"]:
+        assert part["complaints"] == {}
+        assert (part["requests"]["ends"]["lost"], part["requests"]["wrong"]) == (0, 0)
+        assert is_sound(part)
     for end in ("answered", "failed by design", "left by the client"):
-        assert found["requests"]["ends"][end], found["requests"]
+        assert sum(part["requests"]["ends"][end] for part in found["parts"]), found["parts"]
     for strike in STRIKES:
-        assert found["server"][strike], found["server"]
+        assert sum(part["server"][strike] for part in found["parts"]), found["parts"]
     written = {"date": report.today(), "command": report.command_line([]), **found}
     report.write(written, tmp_path / "results")
-    assert "| lost | 0 |" in (tmp_path / "results.md").read_text()
+    text = (tmp_path / "results.md").read_text()
+    assert text.count("| lost | 0 |") == text.count("## Scheduling policy ") == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"complaints": {"left behind: 1 tasks": 1}},
+        {"requests": {"ends": {"lost": 1}, "wrong": 0}},
+        {"requests": {"ends": {"lost": 0}, "wrong": 1}},
+    ],
+)
+def test_whatever_is_wrong_makes_a_soak_unsound(wrong: dict[str, Any]) -> None:
+    right = {"complaints": {}, "requests": {"ends": {"lost": 0}, "wrong": 0}}
+    assert is_sound(right)
+    assert not is_sound({**right, **wrong})
 
 
 # ---- guests ----------------------------------------------------------------------------------------------
@@ -213,6 +233,8 @@ def test_every_scenario_has_all_faults_and_only_visits_that_there_are(path: Path
         CULPRIT_TOKEN,
     )
     assert (faults.poisoned_text, faults.disk_delay_s > 0) == (POISON, True)
+    assert {"fair", "priority"} <= set(scenario.policies)
+    assert set(scenario.policies) <= set(get_args(get_type_hints(ServerConfig)["scheduling_policy"]))
     draw(**scenario.questions, vocab_size=300, seed=0)
     Guests(
         "http://127.0.0.1:1",

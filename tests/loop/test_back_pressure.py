@@ -154,6 +154,7 @@ async def test_a_request_whose_time_is_over_ends_wherever_it_is_and_is_told_so()
         assert b.engine.statistics().num_deadlines_missed == 2
         b.executor.resume()
         assert (await other.wait()).choice().finish_reason is FinishReason.LENGTH
+        assert [timeline.missed_deadline for timeline, _ in b.observer.finished] == [True, True, True, False]
 
 
 async def test_a_request_that_comes_after_its_time_is_refused() -> None:

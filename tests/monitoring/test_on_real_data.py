@@ -11,7 +11,7 @@ import yaml
 
 from monitoring.dashboard import FILE
 from monitoring.prometheus import FOLDER
-from tests.monitoring.running_prometheus import MODEL, RunningPrometheus, running_prometheus
+from tests.monitoring.running_prometheus import MODEL, PATIENCE_S, RunningPrometheus, running_prometheus
 
 pytestmark = pytest.mark.slow
 
@@ -65,14 +65,36 @@ def prometheus(
         yield running
 
 
+def _filled_in(expression: str) -> str:
+    """Return a panel's expression with values for its variables."""
+    for name, value in (("job", "asyncserve"), ("model_name", MODEL), ("instance", ".*")):
+        expression = expression.replace(f"${name}", value)
+    return expression.replace("$__rate_interval", "1m")
+
+
 def test_every_panel_shows_something(prometheus: RunningPrometheus) -> None:
     empty = []
     for title, expression in TARGETS:
-        for name, value in (("job", "asyncserve"), ("model_name", MODEL), ("instance", ".*")):
-            expression = expression.replace(f"${name}", value)
-        if not prometheus.numbers(expression.replace("$__rate_interval", "1m")):
+        expression = _filled_in(expression)
+        if not prometheus.numbers(expression):
             empty.append(f"{title}: {expression}")
     assert empty == []
+
+
+def test_what_panels_show_of_a_server_that_works_can_be_true(prometheus: RunningPrometheus) -> None:
+    def shown(title: str) -> list[float]:
+        expressions = [_filled_in(expression) for panel, expression in TARGETS if panel == title]
+        return [value for expression in expressions for value in prometheus.numbers(expression)]
+
+    for title in ("KV cache in use", "Sequences that failed"):
+        assert all(0.0 <= share <= 1.0 for share in shown(title)), title
+    assert shown("Sequences that failed") == [0.0]
+    (tokens_per_s,) = shown("Output tokens")
+    (sequences_per_s,) = prometheus.numbers("sum(rate(asyncserve:request_success_total[1m]))")
+    assert 0 < sequences_per_s < tokens_per_s
+    # Medians: of few requests the far quantiles tell the buckets' bounds, which differ.
+    (first_s, *_), (whole_s, *_) = shown("Time to first token"), shown("End to end")
+    assert 0 < first_s <= whole_s < PATIENCE_S
 
 
 def test_every_recording_rule_records_something(prometheus: RunningPrometheus) -> None:

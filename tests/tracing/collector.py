@@ -26,6 +26,7 @@ class ReceivedSpan:
     parent_id: str
     kind: int
     status: int
+    description: str
     began_ns: int
     ended_ns: int
     attributes: dict[str, Any]
@@ -66,6 +67,7 @@ def parse(body: bytes) -> list[ReceivedSpan]:
                 parent_id=span.parent_span_id.hex(),
                 kind=span.kind,
                 status=span.status.code,
+                description=span.status.message,
                 began_ns=span.start_time_unix_nano,
                 ended_ns=span.end_time_unix_nano,
                 attributes={each.key: _value(each.value) for each in span.attributes},

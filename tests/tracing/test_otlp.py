@@ -142,7 +142,8 @@ def test_every_sequence_of_a_request_has_its_own_stages(collector: Collector) ->
     parts = [each for each in spans if each.name == "sequence"]
     assert root.attributes["gen_ai.usage.completion_tokens"] == 6
     assert root.attributes["gen_ai.usage.prompt_tokens"] == 7
-    assert root.status == 2
+    assert (root.status, root.description) == (2, "the sequence ended with an error")
+    assert [each.status for each in parts] == [0, 2]
     assert [each.parent_id for each in parts] == [root.span_id] * 2
     assert [each.attributes["gen_ai.response.finish_reasons"] for each in parts] == [["stop"], ["error"]]
     for part in parts:
@@ -155,6 +156,16 @@ def test_a_request_that_never_ran_has_the_stages_it_came_to(collector: Collector
     assert [each.name for each in stages] == ["tokenize", "queue"]
     assert stages[-1].ended_ns == root.ended_ns
     assert "gen_ai.latency.time_to_first_token" not in root.attributes
+
+
+def test_a_missed_deadline_is_an_error_and_a_client_that_left_is_none(collector: Collector) -> None:
+    left = sequence(reason="abort")
+    spans = sent(collector, request(left), request(left._replace(missed_deadline=True)))
+    roots = [each for each in spans if each.name == "llm_request"]
+    assert [(each.status, each.description) for each in roots] == [
+        (0, ""),
+        (2, "the time for the answer was over before it was complete"),
+    ]
 
 
 def test_a_stage_ends_where_the_next_one_begins() -> None:

@@ -54,7 +54,15 @@ def test_what_is_handed_on_is_what_the_timeline_says() -> None:
     (sequence,) = finished.sequences
     assert finished.trace_headers == asked.trace_headers
     assert (finished.arrived_s, finished.temperature, finished.top_p) == (10.0, 0.5, 1.0)
-    assert sequence[1:] == (10.5, 11.0, 12.0, 13.5, 14.0, 7, 4, 3, 20, 1)
+    assert sequence[1:] == (10.5, 11.0, 12.0, 13.5, 14.0, 7, 4, 3, 20, 1, False)
+
+
+def test_a_missed_deadline_is_handed_on() -> None:
+    taken: list[FinishedRequest] = []
+    of = timeline(request("late"))
+    of.missed_deadline = True
+    RequestTracer(taken.append).request_finished(of, FinishReason.ABORT)
+    assert taken[0].sequences[0].missed_deadline
 
 
 def test_a_request_id_may_come_again() -> None:

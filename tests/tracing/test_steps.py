@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import resource
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,35 @@ def test_a_file_that_can_be_written_no_more_does_not_keep_the_server_from_ending
     os.close(reader)
     trace.stage_ran("plan", 1, 0.0, 0.5)
     trace.close()
-    assert "could not be ended: Broken pipe" in caplog.text
-    assert "lacks 1 events" in caplog.text
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} could not be written: Broken pipe; no more steps are"
+    ]
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_write_leaves_whole_events_and_gets_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.json"
+    trace = StepTrace(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Of the write that reaches it a part is taken, and the next one fails: as on a disk that is full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        for number in range(5000):
+            trace.stage_ran("plan", number, number, number + 0.5)
+        while not caplog.records:
+            os.sched_yield()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for number in range(2000):
+        trace.stage_ran("plan", number, number, number + 0.5)
+    trace.close()
+    (record,) = caplog.records
+    assert record.getMessage() == f"{path} could not be written: File too large; no more steps are"
+    events = json.loads(path.read_bytes() + b"]")
+    steps = [each["args"]["step"] for each in events if each["name"] == "plan"]
+    assert steps == list(range(len(steps)))
+    assert 0 < len(steps) < 5000
 
 
 async def test_the_loop_works_on_one_thing_at_a_time_and_on_every_step(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 from aiohttp import web
 
-from asyncserve.http.failures import REQUEST_ID
+from asyncserve.http.failures import ENDLESS, REQUEST_ID
 from asyncserve.http.generation import event_stream
 from asyncserve.http.live_page.sampler import PipelineSampler
 from asyncserve.http.serving import SERVING
@@ -25,6 +25,7 @@ async def pipeline_events(request: web.Request) -> web.StreamResponse:
         # Too many viewers show here, while the answer can still be an error.
         event = await anext(events, None)
         await response.prepare(request)
+        request[ENDLESS] = True
         try:
             while event is not None:
                 async with asyncio.timeout(stall_timeout_s):

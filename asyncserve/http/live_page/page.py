@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from asyncserve.http.connection import SLASHED_PREFIX
+
 CONTENT_TYPES: Mapping[str, str] = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 NAMES = (
     "index.html",
@@ -61,7 +63,14 @@ def page_files() -> Mapping[str, PageFile]:
 
 
 async def page_file(request: web.Request) -> web.Response:
-    """Answer / and the files of the page; 304 if the browser has the file already."""
+    """Answer / and the files of the page; 304 if the browser has the file already.
+
+    A proxy's prefix without its final slash is answered with 308: the page names its files relatively.
+    """
+    if SLASHED_PREFIX in request:
+        # Relative, as the server knows neither the host nor the scheme that the browser has asked.
+        address, query = request[SLASHED_PREFIX], request.rel_url.raw_query_string
+        return web.Response(status=308, headers={"Location": f"{address}?{query}" if query else address})
     files = await asyncio.to_thread(page_files)
     content, content_type, tag = files[PAGE_PATHS[request.path]]
     headers = {

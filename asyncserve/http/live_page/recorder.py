@@ -51,7 +51,10 @@ class SecondRecord(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Counts since the server was built, as the page gets them; of sequences, by how they ended."""
+    """Counts since the server was built, as the page gets them; of sequences, by how they ended.
+
+    Those whose time was over are not among the aborted: the engine's statistics count their requests.
+    """
 
     steps: int
     prefill_tokens: int
@@ -145,7 +148,8 @@ class PipelineRecorder:
 
     def request_finished(self, timeline: RequestTimeline, reason: FinishReason) -> None:
         """Note the end of a sequence."""
-        self._finished[reason] += 1
+        if not timeline.missed_deadline:
+            self._finished[reason] += 1
 
     def request_rejected(self, error: Exception) -> None:
         """Note that a request was refused."""

@@ -25,6 +25,9 @@ INTERVAL_S = 0.25
 MAX_VIEWERS = 64
 """More are refused: each costs a connection and a few writes a second."""
 RETRY_AFTER_S = 10.0
+MAX_FAILED_LOOKS = 40
+"""After so many one after the other, ten seconds, whoever watches is let go; those who come again are looked
+for again."""
 
 COUNTS = (
     "num_preemptions",
@@ -47,11 +50,12 @@ _FIELDS = {
 class _Viewer:
     """One who watches: wakes when there is something new."""
 
-    __slots__ = ("news", "seen")
+    __slots__ = ("is_let_go", "news", "seen")
 
     def __init__(self, seen: int) -> None:
         self.news = asyncio.Event()
         self.seen = seen
+        self.is_let_go = False
 
 
 class PipelineSampler:
@@ -85,6 +89,7 @@ class PipelineSampler:
         self._viewers: set[_Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._has_failed = False
         self._version = 0
         self._event = b""
         self._shown_phase = ""
@@ -103,7 +108,7 @@ class PipelineSampler:
         return self._task is not None
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Yield a snapshot, then an event at every look, until the server stops.
+        """Yield a snapshot, then an event at every look, until the server stops or too many looks fail.
 
         Leave it through `contextlib.aclosing`.
 
@@ -115,7 +120,7 @@ class PipelineSampler:
                 f"{MAX_VIEWERS} viewers watch the pipeline already; close a page that is not looked at.",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if self._task is None and not self._is_closed:
+        if not self._is_closed and (self._task is None or self._task.done()):
             self._look()  # so that the first event after the snapshot has only what came after it
             self._task = asyncio.create_task(self._run(), name="live-page-sampler")
         viewer = _Viewer(self._version)
@@ -125,7 +130,7 @@ class PipelineSampler:
             while not self._is_closed:
                 await viewer.news.wait()
                 viewer.news.clear()
-                if self._is_closed:
+                if viewer.is_let_go:
                     return
                 missed = self._version - viewer.seen > 1
                 viewer.seen = self._version
@@ -139,17 +144,28 @@ class PipelineSampler:
     def close(self) -> None:
         """End everybody's watching. Idempotent."""
         self._is_closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End the events of everybody who watches now."""
         for viewer in self._viewers:
+            viewer.is_let_go = True
             viewer.news.set()
 
     async def _run(self) -> None:
-        try:
-            while True:
-                await asyncio.sleep(self._interval_s)
+        num_failed = 0
+        while num_failed < MAX_FAILED_LOOKS:
+            await asyncio.sleep(self._interval_s)
+            try:
                 self._look()
-        except Exception:
-            logger.exception("the live page has no more to show")
-            self.close()
+            except Exception:
+                num_failed += 1
+                if not self._has_failed:  # a bug: told once, and not four times a second
+                    logger.exception("the live page cannot be shown what is new; told once")
+                self._has_failed = True
+            else:
+                num_failed = 0
+        self._let_go()
 
     def _look(self) -> None:
         """Make the next event, and wake whoever watches."""
@@ -162,8 +178,8 @@ class PipelineSampler:
             news = {"steps": steps, "seconds": seconds, "state": self._state()}
             self._event = named_event(b"update", self._encode(news))
         else:
-            self._shown_phase = phase
             self._event = self._snapshot()
+            self._shown_phase = phase
         if recorder.steps:
             self._last_step = recorder.steps[-1].number
         if recorder.seconds:

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from yarl import URL
 
 from asyncserve.http.live_page.page import NAMES, PAGE_PATHS, page_files
 from tests.http.live import live_server
@@ -75,6 +76,24 @@ async def test_behind_a_proxys_prefix_the_page_finds_its_files() -> None:
         assert page.status == 200
         for name in re.findall(rb'(?:src|href)="(page/[^"]+)"', page.body):
             assert (await live.call(f"/llm/{name.decode()}")).status == 200
+
+
+@pytest.mark.parametrize("root_path", ["/llm", "/a/llm"])
+async def test_the_prefix_without_its_slash_leads_to_the_page_and_keeps_the_query(root_path: str) -> None:
+    async with live_server(**page_options(root_path=root_path, api_keys=("secret",))) as live:
+        for query in ("", "?a=%26&b"):
+            address = URL(live.url + root_path + query, encoded=True)
+            async with live.session.get(address, allow_redirects=False) as moved:
+                assert moved.status == 308
+                assert moved.headers["Location"] == f"llm/{query}"
+            async with live.session.get(address) as page:
+                assert page.status == 200
+                assert page.url == URL(f"{live.url}{root_path}/{query}", encoded=True)
+                assert await page.read() == page_files()["index.html"].content
+        # A proxy may have taken the prefix off, with its slash.
+        assert (await live.call("/")).status == (await live.call("/?a=b")).status == 200
+    async with live_server(**page_options()) as live:
+        assert (await live.call("/?a=b")).status == 200
 
 
 class _Elements(html.parser.HTMLParser):

@@ -71,6 +71,13 @@ def test_a_second_has_what_happened_in_it_and_nothing_else() -> None:
     assert (subject.seconds[1].lag_ms, subject.seconds[1].output_tokens) == (3.0, 1)
 
 
+def test_a_missed_deadline_is_not_a_client_that_left() -> None:
+    subject, _ = recorder()
+    subject.request_finished(RequestTimeline(arrived_s=1000.0), FinishReason.ABORT)
+    subject.request_finished(RequestTimeline(arrived_s=1000.0, missed_deadline=True), FinishReason.ABORT)
+    assert subject.totals().aborted == 1
+
+
 def test_seconds_in_which_nothing_happened_are_there_too() -> None:
     subject, clock = recorder()
     subject.step_applied(plan([1]), output(), (0.1,), clock.now_s)

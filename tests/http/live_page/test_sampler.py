@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 
 from asyncserve.errors import Overloaded
-from asyncserve.http.live_page import sampler as module
 from asyncserve.http.live_page.recorder import NUM_STEPS, PipelineRecorder
-from asyncserve.http.live_page.sampler import MAX_VIEWERS, PipelineSampler
+from asyncserve.http.live_page.sampler import MAX_FAILED_LOOKS, MAX_VIEWERS, PipelineSampler
 from asyncserve.observer import ChannelStatistics, EngineStatistics
 from tests.http.live import until
 from tests.http.live_page.test_recorder import Clock, output, plan
@@ -40,6 +38,11 @@ class Scene:
     def look(self) -> EngineStatistics:
         self.num_looks += 1
         return self.statistics
+
+    async def looks(self, count: int) -> None:
+        """Wait until so many looks more have begun."""
+        target = self.num_looks + count
+        await until(lambda: self.num_looks >= target)
 
     def step(self) -> None:
         self.recorder.step_applied(plan([1]), output(), (0.01,), self.clock.now_s)
@@ -176,13 +179,44 @@ async def test_closing_ends_everybodys_events_and_new_ones_too() -> None:
     assert not scene.sampler.is_running
 
 
-async def test_a_sampler_that_fails_says_so_and_lets_its_viewers_go(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_look_that_fails_is_told_once_and_the_feed_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
-    with caplog.at_level(logging.ERROR, logger=module.__name__):
-        async with aclosing(scene.sampler.watch()) as events:
-            await anext(events)
-            scene.phase = "failed"
+    sound = scene.statistics
+    async with aclosing(scene.sampler.watch()) as events:
+        await anext(events)
+        for _ in range(2):
             scene.statistics = None  # type: ignore[assignment]
-            assert [event async for event in events] == []
-    await until(lambda: not scene.sampler.is_running)
-    assert "the live page has no more to show" in caplog.text
+            scene.step()
+            await scene.looks(3)
+            scene.statistics = sound
+            _, update = await next_with_steps(events)
+            assert len(update["steps"]) == 1, "nothing is lost or told twice"
+    assert caplog.text.count("the live page cannot be shown what is new") == 1
+
+
+async def test_a_snapshot_that_fails_is_made_up_for() -> None:
+    scene = Scene()
+    sound = scene.statistics
+    async with aclosing(scene.sampler.watch()) as events:
+        await anext(events)
+        scene.phase, scene.statistics = "failed", None  # type: ignore[assignment]
+        await scene.looks(2)
+        scene.statistics = sound
+        assert parsed(await anext(events))[0] == "snapshot"
+
+
+async def test_a_sampler_that_fails_on_and_on_lets_its_viewers_go_but_not_those_who_come_later() -> None:
+    scene = Scene()
+    sound = scene.statistics
+    async with aclosing(scene.sampler.watch()) as events:
+        await anext(events)
+        failed_at = scene.num_looks
+        scene.statistics = None  # type: ignore[assignment]
+        assert [event async for event in events] == []
+        assert scene.num_looks - failed_at == MAX_FAILED_LOOKS
+        scene.statistics = sound
+        async with aclosing(scene.sampler.watch()) as later:
+            await anext(later)
+            scene.step()
+            await next_with_steps(later)
+    assert not scene.sampler.is_running
