@@ -12,7 +12,7 @@ import sys
 from functools import partial
 
 from asyncserve.cli import read_config
-from asyncserve.config import BatchConfig, ServerConfig
+from asyncserve.config import FAULTS_VARIABLE, BatchConfig, ServerConfig
 from asyncserve.errors import ConfigError, StartupError
 
 
@@ -25,6 +25,10 @@ def main() -> int:
             config = read_config(argv[1:], os.environ, BatchConfig)
         else:
             config = read_config(argv, os.environ, ServerConfig)
+            if os.environ.get(FAULTS_VARIABLE):
+                from asyncserve.faults import parse_faults
+
+                parse_faults(os.environ[FAULTS_VARIABLE])
     except ConfigError as error:
         print(f"asyncserve: error: {error}", file=sys.stderr)
         return 2

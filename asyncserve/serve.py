@@ -6,6 +6,7 @@ readiness, and drains on SIGTERM. Decides nothing about requests, steps or bytes
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -377,10 +378,17 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     finally:
         for task in watching:
             task.cancel()
-        await stop_serving(engine, runner, now=stop_requests.second.is_set())
-        for close in close_tracing:
-            await asyncio.to_thread(close)
+        now = stop_requests.second.is_set()
+        await stop_serving(engine, runner, now=now)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S if now else None):
+                await asyncio.gather(*(asyncio.to_thread(close) for close in close_tracing))
         stop_requests.uninstall()
+        if now:
+            # A thread may still encode a huge prompt: an orderly exit would wait for it. Clients were told.
+            logger.info("stopped")
+            logging.shutdown()
+            os._exit(0)
         if isinstance(engine.failure, DeviceLost):
             logger.critical("ending with status %d: start the server anew", EXIT_DEVICE_LOST)
             logging.shutdown()
@@ -472,10 +480,6 @@ async def stop_serving(engine: Engine, runner: web.AppRunner, *, now: bool) -> N
     await asyncio.wait([closing], timeout=LAST_WORDS_S)
     closing.cancel()
     await asyncio.gather(closing, return_exceptions=True)
-    if now:
-        # A thread may still encode a huge prompt, and an orderly exit would wait for it. Clients were told.
-        logging.shutdown()
-        os._exit(0)
 
 
 async def first_of(

@@ -1,5 +1,6 @@
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -322,3 +323,17 @@ def test_the_program_ends_with_the_right_status_and_no_traceback(
     assert (done.returncode, done.stdout) == (status, stdout)
     assert done.stderr.startswith(stderr)
     assert done.stderr.count("\n") == (1 if stderr else 0)
+
+
+@pytest.mark.slow
+def test_faults_that_are_written_wrongly_are_a_wrong_option() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncserve", "m"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ASYNCSERVE_FAULTS": "fail-step=soon"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("asyncserve: error: ASYNCSERVE_FAULTS: 'fail-step=soon'")
+    assert done.stderr.count("\n") == 1

@@ -61,7 +61,8 @@ def caller_of(request: web.Request, *, arrival_s: float, request_timeout_s: floa
 
 def _seconds(text: str) -> float:
     try:
-        seconds = float(text)
+        # Digits alone: Python also reads 1_0, and digits of other scripts.
+        seconds = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         seconds = math.nan
     if not 0.0 < seconds < math.inf:

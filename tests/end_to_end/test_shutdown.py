@@ -78,6 +78,22 @@ def test_a_client_that_never_reads_does_not_hold_up_the_second_signal(server: Se
         assert server.wait(20) == 0
 
 
+def test_the_second_signal_still_ends_the_timeline_of_steps(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    with running_server(model, *TINY, "--served-model-name", "tiny", "--trace-steps", str(path)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(streaming_request(30000))
+            while server.metric("asyncserve:generation_tokens_total") < 10:
+                time.sleep(0.05)
+            server.signal(signal.SIGTERM)
+            while server.get("/ready").status_code == 200:
+                pass
+            server.signal(signal.SIGTERM)
+            assert server.wait(20) == 0
+    assert any(event["name"] == "detokenize" for event in json.loads(path.read_text()))
+
+
 def test_a_unix_socket_in_use_is_not_taken_and_a_stale_one_is(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "server.sock"
     with socket.socket(socket.AF_UNIX) as holder:

@@ -56,7 +56,7 @@ async def test_the_shorter_of_what_the_client_and_the_server_say_counts(
 
 
 @each_api
-@pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan", ""])
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan", "", "1_0", "5, 3"])
 async def test_a_header_that_says_no_time_is_a_400(path: str, value: str) -> None:
     rejected: list[Exception] = []
     async with live_server(on_rejected=rejected.append) as live:
