@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from asyncserve.errors import ConfigError
 
@@ -233,6 +234,9 @@ class ServerConfig:
             if value is not None and not (low <= value <= high and math.isfinite(value)):
                 upper = "" if high == math.inf else f" and at most {high}"
                 raise ConfigError(f"{name} is {value}; it must be at least {low}{upper}")
+        for name, least in _LEAST_UNLESS_OFF.items():
+            if 0 < (value := getattr(self, name)) < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}, or 0 for off")
         sizes: object = self.cudagraph_capture_sizes  # `LLM` passes what it was given
         if not isinstance(sizes, tuple | list) or any(type(size) is not int or size < 1 for size in sizes):
             raise ConfigError(
@@ -270,6 +274,8 @@ class ServerConfig:
             )
         if self.ssl_certfile is not None and self.uds is not None:
             raise ConfigError("ssl_certfile and uds exclude each other: TLS is for network connections")
+        if self.otlp_traces_endpoint is not None:
+            _check_collector(self.otlp_traces_endpoint)
         if self.root_path is not None and not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(
                 f"root_path is {self.root_path!r}; it must look like /prefix, with a slash before it and none"
@@ -323,6 +329,19 @@ class BatchConfig(ServerConfig):
             raise ConfigError(f"max_concurrency is {self.max_concurrency}; it must be at least 1")
 
 
+def _check_collector(endpoint: str) -> None:
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https", "grpc", "grpcs") or not url.hostname:
+        raise ConfigError(
+            f"otlp_traces_endpoint is {endpoint!r}; it must be a URL with http, https, grpc or grpcs"
+        )
+    if url.username is not None:
+        raise ConfigError(
+            "otlp_traces_endpoint has a user or password in it, which would show in the log and in"
+            " /server_info; headers of OTEL_EXPORTER_OTLP_TRACES_HEADERS do not"
+        )
+
+
 _ORIGIN = re.compile(r"""\*|null|[A-Za-z][A-Za-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[^/\s"'\[\],:]+)(:\d+)?""")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@-]+)+")
 _LARGEST = 2**63 - 1
@@ -363,3 +382,11 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "health_timeout": (0.001, math.inf),
 }
 """Least and greatest value of every number but the shares, both included; None is always allowed."""
+
+_LEAST_UNLESS_OFF: Mapping[str, float] = {
+    # Each stream that waits sends a comment so often.
+    "sse_keep_alive_interval": 0.1,
+    # A step of a large model takes tens of milliseconds.
+    "step_timeout": 0.1,
+}
+"""Of numbers that 0 switches off, the least other value."""

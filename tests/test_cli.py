@@ -55,6 +55,7 @@ NOT_ALONE = {
     "ssl_cert_reqs",
     "ssl_ciphers",
     "kv_cache_memory_bytes",
+    "otlp_traces_endpoint",
 }
 """Options that a plain 7 does not do for."""
 

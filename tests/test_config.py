@@ -60,6 +60,11 @@ def test_the_defaults_are_valid() -> None:
         ({"shutdown_timeout": -0.1}, ["shutdown_timeout"]),
         ({"shutdown_timeout": float("inf")}, ["shutdown_timeout"]),
         ({"health_timeout": 0.0}, ["health_timeout"]),
+        ({"sse_keep_alive_interval": 1e-6}, ["sse_keep_alive_interval", "0 for off"]),
+        ({"step_timeout": 1e-9}, ["step_timeout", "0 for off"]),
+        ({"otlp_traces_endpoint": "collector:4318"}, ["otlp_traces_endpoint", "grpc"]),
+        ({"otlp_traces_endpoint": "ftp://collector"}, ["otlp_traces_endpoint", "grpc"]),
+        ({"otlp_traces_endpoint": "http://"}, ["otlp_traces_endpoint", "grpc"]),
         ({"seed": -1}, ["seed"]),
     ],
 )
@@ -67,6 +72,13 @@ def test_a_value_out_of_range_is_refused_by_name(options: dict[str, Any], words:
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(ServerConfig(model="m"), **options).validate()
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("endpoint", ["http://me:secret@collector:4318", "grpc://secret@collector"])
+def test_a_password_has_no_place_in_an_address_that_is_shown(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_TRACES_HEADERS") as caught:
+        ServerConfig(model="m", otlp_traces_endpoint=endpoint).validate()
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

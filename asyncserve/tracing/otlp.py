@@ -42,7 +42,7 @@ class TraceExporter:
         linger_s: Seconds that a request waits for others to be sent with.
 
     Raises:
-        ConfigError: The URL cannot be used, or OpenTelemetry is not installed.
+        ConfigError: OpenTelemetry is not installed, or knows no such protocol.
     """
 
     def __init__(self, endpoint: str, *, model_name: str, linger_s: float = LINGER_S) -> None:
@@ -86,18 +86,9 @@ def make_exporter(endpoint: str) -> "SpanExporter":
     gRPC if a variable of `PROTOCOL_VARIABLES` or the URL's scheme says so, or its port is gRPC's usual one.
 
     Raises:
-        ConfigError: The URL cannot be used, or OpenTelemetry is not installed.
+        ConfigError: OpenTelemetry is not installed, or knows no such protocol.
     """
     url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https", "grpc", "grpcs") or not url.hostname:
-        raise ConfigError(
-            f"otlp_traces_endpoint is {endpoint!r}; it must be a URL with http, https, grpc or grpcs"
-        )
-    if url.username is not None:
-        raise ConfigError(
-            "otlp_traces_endpoint has a user or password in it, which would show in the log and in"
-            " /server_info; headers of OTEL_EXPORTER_OTLP_TRACES_HEADERS do not"
-        )
     protocol = next((os.environ[name] for name in PROTOCOL_VARIABLES if os.environ.get(name)), "")
     if not protocol:
         protocol = "grpc" if url.scheme.startswith("grpc") or url.port == GRPC_PORT else "http/protobuf"
