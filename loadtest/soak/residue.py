@@ -34,7 +34,8 @@ async def alive(process: psutil.Process, file: Path) -> dict[str, int]:
         while len(_lines(file)) == num_lines:  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.02)
     found: dict[str, int] = json.loads(_lines(file)[-1])
-    return {**found, "OS threads": process.num_threads(), "file descriptors": process.num_fds()}
+    num_threads = process.num_threads() - found.pop("pooled threads")
+    return {**found, "OS threads": num_threads, "file descriptors": process.num_fds()}
 
 
 def leaks(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:

@@ -37,16 +37,22 @@ KINDS = (
     SequenceState,
 )
 """Objects that end with their request."""
+POOLED = "asyncio_"
+"""How the names of the threads behind `asyncio.to_thread` begin: there are as many as were once needed at the
+same time, and they stay."""
 
 
 def alive() -> dict[str, int]:
     """Return how many there are of all that should be few when nobody is served."""
     gc.collect()
     objects = Counter(type(each).__name__ for each in gc.get_objects() if type(each) in KINDS)
+    threads = threading.enumerate()
+    num_pooled = sum(thread.name.startswith(POOLED) for thread in threads)
     return {
         **{kind.__name__: objects[kind.__name__] for kind in KINDS},
         "tasks": len(asyncio.all_tasks()),
-        "threads": threading.active_count(),
+        "threads": len(threads) - num_pooled,
+        "pooled threads": num_pooled,
     }
 
 
