@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from asyncserve.config import ServerConfig
 from asyncserve.errors import AsyncserveError, ConfigError, EngineStopped, InvalidRequest
-from asyncserve.observer import EngineStatistics, NullObserver, Observer
+from asyncserve.observer import EngineStatistics, Observer
 from asyncserve.request import (
     ChatPrompt,
     FinishReason,
@@ -101,7 +101,7 @@ class LLM:
         config.validate()
         checkpoint = open_model(config)
         self._default_sampling = SamplingParams(**default_sampling(config, checkpoint))
-        self._engine = build_engine(config, checkpoint, observer or NullObserver())
+        self._engine = build_engine(config, checkpoint, observer)
         self._num_requests = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncserve-offline", daemon=True)

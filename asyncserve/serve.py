@@ -138,7 +138,7 @@ def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
 
 
 def build_engine(
-    config: ServerConfig, checkpoint: Checkpoint, observer: Observer, faults: Faults | None = None
+    config: ServerConfig, checkpoint: Checkpoint, observer: Observer | None, faults: Faults | None = None
 ) -> Engine:
     """Make the engine with its tokenizer and device side; `Engine.start` loads the model."""
     tokenizer_source = checkpoint

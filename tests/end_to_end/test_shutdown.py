@@ -39,6 +39,18 @@ def streaming_request(num_tokens: int, **fields: object) -> bytes:
     return head.encode() + body
 
 
+def stop_twice_in_a_stream(server: ServerProcess, connection: socket.socket, *, num_tokens: int) -> int:
+    """Send both signals while an answer that nobody reads is made; return the server's exit status."""
+    connection.sendall(streaming_request(num_tokens))
+    while server.metric("asyncserve:generation_tokens_total") < 100:
+        time.sleep(0.05)
+    server.signal(signal.SIGTERM)
+    while server.get("/ready").status_code == 200:
+        pass
+    server.signal(signal.SIGTERM)
+    return server.wait(20)
+
+
 def test_a_client_that_reads_late_gets_the_whole_answer_after_sigterm(server: ServerProcess) -> None:
     """The drain once waited for the engine alone, and cut what a slow connection had not yet taken."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -68,14 +80,7 @@ def test_a_client_that_never_reads_does_not_hold_up_the_second_signal(server: Se
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
-        connection.sendall(streaming_request(20000))
-        while server.metric("asyncserve:generation_tokens_total") < 100:
-            time.sleep(0.05)
-        server.signal(signal.SIGTERM)
-        while server.get("/ready").status_code == 200:
-            pass
-        server.signal(signal.SIGTERM)
-        assert server.wait(20) == 0
+        assert stop_twice_in_a_stream(server, connection, num_tokens=20000) == 0
 
 
 def test_the_second_signal_still_ends_the_timeline_of_steps(model: Path, tmp_path: Path) -> None:
@@ -83,14 +88,7 @@ def test_the_second_signal_still_ends_the_timeline_of_steps(model: Path, tmp_pat
     with running_server(model, *TINY, "--served-model-name", "tiny", "--trace-steps", str(path)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(streaming_request(30000))
-            while server.metric("asyncserve:generation_tokens_total") < 10:
-                time.sleep(0.05)
-            server.signal(signal.SIGTERM)
-            while server.get("/ready").status_code == 200:
-                pass
-            server.signal(signal.SIGTERM)
-            assert server.wait(20) == 0
+            assert stop_twice_in_a_stream(server, connection, num_tokens=30000) == 0
     assert any(event["name"] == "detokenize" for event in json.loads(path.read_text()))
 
 

@@ -33,7 +33,14 @@ def small_config(**changes: Any) -> DecodeConfig:
     return DecodeConfig(**sizes)
 
 
-def attend(rows: Rows, config: DecodeConfig, *, is_mixed: bool = False) -> None:
+def attend(
+    rows: Rows,
+    config: DecodeConfig,
+    *,
+    is_mixed: bool = False,
+    q: torch.Tensor | None = None,
+    rotation: HeadRotation | None = None,
+) -> None:
     scratch = new_scratch(
         num_heads=rows.num_heads,
         num_kv_heads=rows.num_kv_heads,
@@ -44,7 +51,7 @@ def attend(rows: Rows, config: DecodeConfig, *, is_mixed: bool = False) -> None:
     scratch.partials.fill_(torch.nan)
     scratch.logsumexps.fill_(torch.nan)
     paged_decode(
-        rows.q,
+        rows.q if q is None else q,
         rows.keys,
         rows.values,
         rows.block_table,
@@ -53,8 +60,9 @@ def attend(rows: Rows, config: DecodeConfig, *, is_mixed: bool = False) -> None:
         scale=rows.scale,
         scratch=scratch,
         config=config,
-        num_rows=len(rows.seq_lens),
+        num_rows=len(rows.lens),
         query_start=rows.query_start if is_mixed else None,
+        rotation=rotation,
         window_len=rows.window_len,
         softcap=rows.softcap,
         sinks=rows.sinks,
@@ -298,28 +306,11 @@ class Projected:
         return qkv.view(len(qkv), -1, self.rows.head_dim)[:, :num_heads], keys, values
 
     def run(self, config: DecodeConfig) -> None:
-        rows = self.rows
-        scratch = new_scratch(
-            num_heads=rows.num_heads,
-            num_kv_heads=rows.num_kv_heads,
-            head_dim=rows.head_dim,
-            config=config,
-            device=DEVICE,
-        )
-        paged_decode(
-            self.qkv.view(len(self.qkv), -1, rows.head_dim),
-            rows.keys,
-            rows.values,
-            rows.block_table,
-            rows.lens,
-            rows.out,
-            scale=rows.scale,
-            scratch=scratch,
-            config=config,
+        attend(
+            self.rows,
+            config,
+            q=self.qkv.view(len(self.qkv), -1, self.rows.head_dim),
             rotation=HeadRotation(*self.rotation, self.slots, self.norm),
-            window_len=rows.window_len,
-            softcap=rows.softcap,
-            sinks=rows.sinks,
         )
 
     def check(self, config: DecodeConfig) -> None:
