@@ -396,6 +396,23 @@ def test_padding_is_written_nowhere_and_gives_zeros(num_splits: int) -> None:
         assert torch.equal(after[~written].nan_to_num(), before[~written].nan_to_num())
 
 
+def test_a_token_without_a_slot_is_written_nowhere_though_its_row_attends() -> None:
+    rows = decode_rows([20, 7])
+    step = Projected(rows)
+    step.slots[1] = -1
+    # A block of its own before the caches, where a slot of -1 would lie.
+    guarded = [torch.cat((torch.zeros_like(cache[:1]), cache)) for cache in (rows.keys, rows.values)]
+    rows.keys, rows.values = (cache[1:] for cache in guarded)
+    before = [cache.clone() for cache in guarded]
+    step.run(small_config(num_programs=num_programs(rows, 1)))
+    assert rows.out.isfinite().all()
+    block, offset = divmod(int(step.slots[0]), rows.block_len)
+    for cache, old in zip(guarded, before, strict=True):
+        assert cache[1 + block, :, offset].isfinite().all()
+        cache[1 + block, :, offset] = old[1 + block, :, offset]
+        assert torch.equal(cache.nan_to_num(), old.nan_to_num())
+
+
 @pytest.mark.slow
 def test_a_batch_gives_a_projection_what_it_gets_alone() -> None:
     lengths = [40, 3, 17]
