@@ -32,6 +32,28 @@ class FullAttention:
         return 2 * self.block_len * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow(FullAttention):
+    """A layer that attends to the last positions only, and keeps no others.
+
+    Args:
+        window_len: Positions a token sees, itself included.
+    """
+
+    window_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentState:
+    """A layer that keeps one state per sequence, whatever its length.
+
+    Args:
+        state_bytes: Of one sequence.
+    """
+
+    state_bytes: int
+
+
 KVSpec = FullAttention
 
 

@@ -5,12 +5,17 @@ thread, several processes or a fake. Rules that every plan keeps (checked by `te
 
 * slots in `sequences` are distinct; a slot is admitted before (or in) the first plan that uses it and not
   used after the plan that releases it, until admitted again;
-* `num_tokens` is at most the token budget, every `ScheduledSequence.num_tokens` at least 1;
+* `num_tokens` is at most the token budget, every `ScheduledSequence.num_tokens` at least 1, but for a branch:
+  a sequence of 0 tokens stands behind another that samples, or behind further branches of it, has just been
+  admitted with the same known tokens, and samples its own first token from that one's logits;
 * block ids are in `1 … num_blocks - 1` (block 0 is the null block) and a slot's table, as built up by
   appends, covers `start + num_tokens` positions of every sequence scheduled;
 * a sequence's steps are contiguous: `start` equals the previous `start + num_tokens`.
 
-Within one plan the device applies, in this order: releases, admissions, block appends, the step itself.
+Block ids are of one pool, whatever group a block serves.
+
+Within one plan the device applies, in this order: releases, admissions, block appends, block stores, block
+loads, the step itself, block copies.
 Within the step each layer writes the K and V of *all* its tokens before any sequence attends, so a
 sequence may read blocks that another sequence of the same plan fills.
 """
@@ -24,6 +29,26 @@ from typing import NamedTuple, Protocol
 from asyncserve.grammar import Grammar
 from asyncserve.kv_spec import KVGroup
 from asyncserve.request import SamplingParams, TokenLogprobs
+
+
+class BeamAssignment(NamedTuple):
+    """A row's place in a beam search: the device chooses what each row of it goes on with.
+
+    All rows of a search are in a plan, or none is that samples. The device adds the log-probabilities of a
+    row's next token to the row's score and takes the best `(row, token)` pairs of all rows together.
+
+    Args:
+        search_id: Of the search, while any of its rows is admitted.
+        beam_idx: Of the row in it, in `0 … width - 1`.
+        width: Rows of the search.
+        score: Sum of the log-probabilities of the row's outputs; `-inf` for a row that is to be chosen over
+            by the others.
+    """
+
+    search_id: int
+    beam_idx: int
+    width: int
+    score: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +66,7 @@ class SlotAssignment:
         bad_words: Token sequences that never stand in the output.
         grammar: What the output must follow, from its first token on; its stop tokens are among
             `stop_token_ids`. None leaves it free.
+        beam: Its place in a beam search; None if it is a sequence by itself.
     """
 
     slot: int
@@ -51,6 +77,7 @@ class SlotAssignment:
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    beam: BeamAssignment | None = None
 
 
 class ScheduledSequence(NamedTuple):
@@ -59,7 +86,7 @@ class ScheduledSequence(NamedTuple):
     Args:
         slot: Its row.
         start: First position computed: how many tokens are already in the KV cache.
-        num_tokens: Positions computed: 1 for a decode step, a chunk for prefill.
+        num_tokens: Positions computed: 1 for a decode step, a chunk for prefill, 0 for a branch.
         samples: Whether the last position's logits are sampled; False for a prefill chunk that does not
             reach the last known token.
     """
@@ -82,6 +109,20 @@ class BlockAppend(NamedTuple):
     block_ids: tuple[int, ...]
 
 
+class BlockCopy(NamedTuple):
+    """A block whose content, in every layer, becomes another's once the step has written it."""
+
+    source: int
+    target: int
+
+
+class BlockTransfer(NamedTuple):
+    """A block that goes to the host's memory, or comes from there."""
+
+    device_block: int
+    host_block: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one step is asked. `step_id` counts up by one from 0.
@@ -95,6 +136,9 @@ class StepPlan:
     admitted: tuple[SlotAssignment, ...] = ()
     released_slots: tuple[int, ...] = ()
     block_appends: tuple[BlockAppend, ...] = ()
+    block_stores: tuple[BlockTransfer, ...] = ()
+    block_loads: tuple[BlockTransfer, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +151,20 @@ BAD_LOGITS = -1
 NO_TOKEN = -2
 """Stands for the token of a row to which its grammar and its other restrictions leave none: as
 `BAD_LOGITS`."""
+
+
+class BeamCandidate(NamedTuple):
+    """One way to go on with a beam search.
+
+    Args:
+        parent: `beam_idx` of the row that it continues.
+        token_id: With what.
+        score: Sum of the log-probabilities of its outputs, this token's included.
+    """
+
+    parent: int
+    token_id: int
+    score: float
 
 
 @dataclass(slots=True)
@@ -139,6 +197,9 @@ class StepOutput:
         logprobs: Slot to the sampled token's log-probabilities, for the slots that asked.
         prompt_logprobs: Slot to one entry per prompt token scored in this step (positions `start + 1`
             to `start + num_tokens`, as far as they are prompt), for the slots that asked.
+        beams: Search id to its best candidates, best first: `max(2, 1 + number of stop tokens) * width` of
+            them. The first `width` whose token is no stop token are what its rows are from now on, in order;
+            the device has given each of them the tokens, the blocks and the score of its parent already.
         device_s: Seconds the device worked on the step.
         launch_s: Seconds the device thread needed to prepare and launch it (on a CPU, all but the work).
         idle_s: Seconds the device had nothing to do before this step, while the server had running
@@ -150,6 +211,7 @@ class StepOutput:
     token_ids: Sequence[int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    beams: Mapping[int, Sequence[BeamCandidate]] = field(default_factory=dict)
     device_s: float = 0.0
     launch_s: float = 0.0
     idle_s: float = 0.0
@@ -167,6 +229,7 @@ class ExecutorInfo:
         vocab_size: Rows of the output matrix; every token id is below it.
         max_num_batched_tokens: Token budget of one step.
         max_unapplied: Steps that may be submitted and not yet applied: 2 is one step ahead.
+        num_host_blocks: Blocks of the host's memory that blocks of the pool can be stored in; 0 for none.
         device_name: For people.
     """
 
@@ -176,6 +239,7 @@ class ExecutorInfo:
     vocab_size: int
     max_num_batched_tokens: int
     max_unapplied: int = 2
+    num_host_blocks: int = 0
     device_name: str = ""
 
 
