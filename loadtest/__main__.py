@@ -116,7 +116,7 @@ def _sweep(session: Session, plan: Plan) -> None:
             print(f"\nsaturated: {why}")
             break
     print(_summary(session.rows))
-    print(_pareto_table(session.rows))
+    print(pareto.to_text(results.points(session.rows)))
 
 
 def _search(session: Session, plan: Plan, found: dict[str, Any]) -> bool:
@@ -212,19 +212,6 @@ def _spread_table(spreads: Sequence[Mapping[str, Any]]) -> str:
             for value in (spread[name] for name in SPREAD)
         ]
         lines.append(f"{spread['name']:{width}}" + "".join(f"{cell:>28}" for cell in cells))
-    return "\n".join(lines)
-
-
-def _pareto_table(rows: Sequence[Row]) -> str:
-    found = pareto.trades(results.points(rows))
-    best = {trade.label for trade in pareto.on_front(found)}
-    lines = ["", f"{'point':>8}{'tok/s per user':>28}{'output tok/s':>28}   Pareto"]
-    for trade in reversed(found):
-        cells = "".join(
-            f"{value.median:.1f} ({value.lowest:.1f} - {value.highest:.1f})".rjust(28)
-            for value in (trade.user, trade.total)
-        )
-        lines.append(f"{trade.label:>8}{cells}   {'yes' if trade.label in best else 'no'}")
     return "\n".join(lines)
 
 

@@ -224,8 +224,11 @@ class _Pages:
                     + [(trade.user.median, trade.total.highest) for trade in found],
                 )
             )
+        left_out = [(self._said(name, point), pareto.why_none(point)) for name, point in self._points]
+        missing = "".join(f"<li>{_text(f'{name}: {why}')}</li>" for name, why in left_out if why)
+        not_drawn = f"<p>Not drawn:</p><ul>{missing}</ul>" if missing and len(self._points) > 1 else ""
         if not lines:
-            return ""
+            return not_drawn
         chart = Chart(
             title="Output tokens/s against output tokens/s per user",
             x=Axis("output tokens/s per user (1000 / median TPOT)"),
@@ -237,7 +240,7 @@ class _Pages:
         return (
             "<p>Up is more for all, right is more for each. Numbers at the points are requests at once, or "
             "requests per second; thin bars span the repeats. The lines join the loads that no other beats "
-            f"in both.</p>{chart.to_html()}"
+            f"in both.</p>{chart.to_html()}{not_drawn}"
         )
 
     def by_load(self) -> str:

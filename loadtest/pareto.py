@@ -57,6 +57,33 @@ def trades(found_points: Iterable[Point]) -> list[Trade]:
     return sorted(found, key=lambda trade: trade.user.median)
 
 
+def why_none(point: Point) -> str:
+    """Say why a point has no place here, or "" if it has one."""
+    if point.values("user_throughput"):
+        return ""
+    if not any(row["num_completed"] for row in point.rows):
+        return "no request was answered in full"
+    if not point.values("tpot_median"):
+        return "no answer of two tokens, hence no speed per user"
+    return "all tokens of an answer came in one read, hence no speed per user"
+
+
+def to_text(found_points: Sequence[Point]) -> str:
+    """Return a table of the points, the fastest user first; at its end those that have no place, and why."""
+    found = trades(found_points)
+    best = {trade.label for trade in on_front(found)}
+    lines = ["", f"{'point':>8}{'tok/s per user':>28}{'output tok/s':>28}   Pareto"]
+    for trade in reversed(found):
+        cells = "".join(
+            f"{value.median:.1f} ({value.lowest:.1f} - {value.highest:.1f})".rjust(28)
+            for value in (trade.user, trade.total)
+        )
+        lines.append(f"{trade.label:>8}{cells}   {'yes' if trade.label in best else 'no'}")
+    left_out = [(label(point), why) for point in found_points if (why := why_none(point))]
+    lines += [f"{name:>8}   not compared: {why}" for name, why in left_out]
+    return "\n".join(lines)
+
+
 def label(point: Point) -> str:
     """Return what was varied: the concurrency, or else the rate."""
     load = point.rows[0]["load"]

@@ -113,6 +113,14 @@ def test_a_sweep_is_drawn_by_load_and_two_files_side_by_side() -> None:
     assert "one: " not in one
 
 
+def test_loads_without_a_pace_are_named_where_they_would_be_drawn() -> None:
+    rows = [paced(0, concurrency=users, command="sweep") for users in (1, 2)]
+    page = html_report.page({"one": rows}, title="t")
+    checked(page)
+    assert page.count("all tokens of an answer came in one read") == 2
+    assert "Not drawn" not in html_report.page({"one": sweep()}, title="t")
+
+
 def test_warnings_stand_at_the_top_once_for_all_repeats() -> None:
     page = html_report.page({"one": sweep(warnings=["the loop ran 7.1 ms late"])}, title="t")
     assert page.count("the loop ran 7.1 ms late (2 runs)") == 3

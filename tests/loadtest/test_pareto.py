@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,23 @@ def test_points_stand_in_the_order_of_their_speed_and_failed_ones_are_left_out()
     found = pareto.trades(points(rows))
     assert [trade.label for trade in found] == ["9", "8", "2.5/s", "1"]
     assert [trade.label for trade in pareto.on_front(found)] == ["8", "2.5/s", "1"]
+
+
+def test_the_table_has_a_row_for_every_point_or_says_why_not() -> None:
+    rows = [
+        paced(10, concurrency=1, num_requests=1),
+        paced(45, concurrency=2, num_requests=1),
+        paced(0, concurrency=4),
+        row([record(error="boom")], concurrency=8),
+        row([record(tokens=2, e2el_s=0.1)], concurrency=16),
+        row([replace(record(), num_output_tokens=1)], concurrency=32),
+    ]
+    _, _, *table = pareto.to_text(points(rows)).split("\n")
+    assert [line.split()[0] for line in table] == ["1", "2", "4", "8", "16", "32"]
+    assert [line.split()[-1] for line in table[:2]] == ["yes", "no"]
+    assert ["one read" in line for line in table] == [False, False, True, False, True, False]
+    assert "no request was answered" in table[3]
+    assert "no answer of two tokens" in table[5]
 
 
 def test_a_line_joins_loads_that_differ_only_in_how_many_come_when() -> None:
