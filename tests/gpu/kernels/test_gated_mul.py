@@ -6,7 +6,7 @@ from asyncserve.gpu.layers import mlp as composition
 from tests.gpu.kernels.machine import DEVICE, DTYPES, MARKS, ON_GPU, ROUNDING, assert_near, random
 
 pytest.importorskip("triton")
-from asyncserve.gpu.kernels.silu_mul import silu_mul
+from asyncserve.gpu.kernels.gated_mul import silu_mul
 
 pytestmark = MARKS
 SHAPES = [(1, 1), (3, 80), (2, 1024), (1, 1536), (2, 3072), (1, 4864)]
