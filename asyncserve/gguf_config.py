@@ -114,7 +114,9 @@ def _complete_gemma3(config: dict[str, Any], values: Mapping[str, Any]) -> None:
     if isinstance(pattern, int):
         config["sliding_window_pattern"] = pattern
     else:
-        config["layer_types"] = ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
+        config["layer_types"] = [
+            "sliding_attention" if is_local else "full_attention" for is_local in pattern
+        ]
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in values:
             config[key] = shortest_decimal(values[key])

@@ -21,9 +21,7 @@ class Embedding(nn.Module):
         scale: Factor on the vectors, which the table does not hold; rounded to its dtype.
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, scale: float = 1.0
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
         self.scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False)

@@ -103,7 +103,9 @@ class Gemma3ForCausalLM(nn.Module):
         super().__init__()
         config = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
         if config.get("use_bidirectional_attention"):
-            raise CheckpointError("use_bidirectional_attention is not supported: it is for embeddings, not text")
+            raise CheckpointError(
+                "use_bidirectional_attention is not supported: it is for embeddings, not text"
+            )
         sizes = read_dimensions(config, activation="gelu_pytorch_tanh")
         self.sizes = sizes
         self.windows = _windows(config, num_layers=sizes.num_layers)

@@ -161,7 +161,9 @@ def clamped_gate(*, alpha: float, limit: float) -> Gate:
 def _windows(config: Mapping[str, Any], *, num_layers: int) -> tuple[int | None, ...]:
     layer_types = config.get("layer_types")
     if layer_types is None:
-        layer_types = [("sliding_attention", "full_attention")[layer_id % 2] for layer_id in range(num_layers)]
+        layer_types = [
+            ("sliding_attention", "full_attention")[layer_id % 2] for layer_id in range(num_layers)
+        ]
     return windows_of_types(layer_types, config.get("sliding_window", 128), num_layers=num_layers)
 
 
