@@ -188,7 +188,7 @@ def _dense_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tupl
         if not is_expert:
             yield name, tensor
             continue
-        matrix, _, bias = part.partition("_bias")
+        matrix = part.removesuffix("_bias")
         kind = "bias" if part.endswith("_bias") else "weight"
         only = tensor[0] if kind == "bias" else tensor[0].T
         if matrix == "gate_up_proj":
