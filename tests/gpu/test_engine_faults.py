@@ -190,7 +190,8 @@ def test_a_thread_that_hangs_in_a_step_is_left_behind_and_every_request_goes_on(
         executor = ThreadExecutor(start_hanging, left_behind_after_s=0.01)
         choices, engine = await serve(executor, step_timeout_s=1.0)
         assert comparable(choices) == comparable(undisturbed)
-        assert engine.statistics().num_device_restarts == 1
+        # A machine that stands still for a second makes more of them.
+        assert engine.statistics().num_device_restarts >= 1
 
     try:
         asyncio.run(run())
