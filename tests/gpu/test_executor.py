@@ -114,7 +114,10 @@ async def test_a_step_that_lacked_memory_says_so() -> None:
 
 
 async def _on_a_gpu(
-    error: Exception | None, gate: threading.Event, entered: threading.Event | None = None
+    error: Exception | None,
+    gate: threading.Event,
+    entered: threading.Event | None = None,
+    left_behind_after_s: float = 60.0,
 ) -> tuple[ThreadExecutor, PlanWriter]:
     """Return a started executor of a fake GPU, whose step 0 waits at the gate and then may raise."""
 
@@ -130,7 +133,7 @@ async def _on_a_gpu(
 
     executor = ThreadExecutor(
         lambda: small_runner(num_slots=2, device=FakeDevice(), runner_class=GpuRunner),
-        left_behind_after_s=0.05,
+        left_behind_after_s=left_behind_after_s,
     )
     return executor, PlanWriter(await executor.start())
 
@@ -168,7 +171,7 @@ async def test_a_gpu_whose_context_a_step_spoils_after_its_launch_is_left_to_the
 
 async def test_a_gpu_that_does_not_answer_is_left_to_the_next_process() -> None:
     gate, entered = threading.Event(), threading.Event()
-    executor, writer = await _on_a_gpu(None, gate, entered)
+    executor, writer = await _on_a_gpu(None, gate, entered, left_behind_after_s=0.05)
     step = executor.submit(writer.admit(0))
     await asyncio.to_thread(entered.wait)
     with pytest.raises(DeviceLost, match="does not answer"):
@@ -354,7 +357,7 @@ async def test_start_that_nobody_awaits_any_more_still_lets_the_executor_stop() 
 
 @pytest.mark.parametrize("end", ["orderly", "by an error"])
 async def test_nothing_of_the_last_opening_is_held_when_the_device_is_opened_anew(end: str) -> None:
-    models: list[weakref.ref[AttentionModel]] = []
+    things: list[weakref.ref[object]] = []
     num_alive: list[int] = []
 
     class EndingRunner(ModelRunner):
@@ -364,10 +367,11 @@ async def test_nothing_of_the_last_opening_is_held_when_the_device_is_opened_ane
             return super().run(plan)
 
     def start() -> tuple[ModelRunner, ExecutorInfo]:
-        num_alive.append(sum(model() is not None for model in models))
+        num_alive.append(sum(thing() is not None for thing in things))
         model = AttentionModel({})
-        models.append(weakref.ref(model))
-        return small_runner(num_slots=2, model=model, runner_class=EndingRunner)
+        runner, info = small_runner(num_slots=2, model=model, runner_class=EndingRunner)
+        things.extend(map(weakref.ref, (model, runner, runner._kv_cache)))
+        return runner, info
 
     executor = ThreadExecutor(start)
     writer = PlanWriter(await executor.start())
