@@ -56,7 +56,7 @@ async def test_connections_beyond_the_bound_are_told_so_and_closed_and_others_go
             error = json.loads(await reader.readexactly(int(headers["content-length"])))["error"]
             assert await reader.read() == b""
             writer.close()
-            assert (status, headers["connection"]) == (503, "close")
+            assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "5")
             assert (error["type"], error["code"]) == ("server_error", "too_many_connections")
             assert "at most 2 connections" in error["message"]
         assert bound.num_refused == 2
