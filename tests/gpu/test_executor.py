@@ -276,6 +276,44 @@ async def test_graphs_are_captured_while_no_step_waits_and_every_step_is_answere
     assert order == ["capture"] * 3 + ["step"] * 2
 
 
+@pytest.mark.parametrize("is_sticky", [False, True])
+async def test_a_graph_that_cannot_be_captured_is_no_end_of_the_device_unless_it_is(
+    is_sticky: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever raised beside the capture itself ended the thread."""
+    tried = threading.Event()
+
+    class CapturingRunner(ModelRunner):
+        num_left = 3
+
+        @property
+        def graphs_pending(self) -> int:
+            return self.num_left
+
+        def capture_next(self) -> None:
+            tried.set()
+            raise RuntimeError("CUDA error: an illegal memory access" if is_sticky else "no room for inputs")
+
+        def give_up_capturing(self) -> None:
+            self.num_left = 0
+
+    executor = ThreadExecutor(lambda: small_runner(num_slots=2, runner_class=CapturingRunner))
+    writer = PlanWriter(await executor.start())
+    await asyncio.to_thread(tried.wait)
+    if is_sticky:
+        with pytest.raises(DeviceLost, match="capturing a graph lost the device"):
+            await executor.submit(writer.admit(0))
+        num_left, CapturingRunner.num_left = CapturingRunner.num_left, 0
+        await executor.restart()
+        CapturingRunner.num_left = num_left
+        writer.reopen()
+    assert len((await executor.submit(writer.admit(0))).token_ids) == 1
+    assert executor.graphs_pending == 0
+    await executor.stop()
+    assert ("a graph could not be captured" in caplog.text) is not is_sticky
+    assert "the device thread has ended" not in caplog.text
+
+
 async def test_a_step_that_waits_goes_before_the_capture_of_a_graph() -> None:
     order: list[str] = []
 
