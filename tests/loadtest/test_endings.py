@@ -161,4 +161,4 @@ def test_a_killed_server_is_ready_again_on_its_port(model: str, tmp_path: Path) 
 @pytest.mark.timeout(180)
 def test_a_server_that_does_not_start_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(tmp_path / "none")]) == 2
-    assert "the server ended with status 1" in capsys.readouterr().err
+    assert "the server ended with status 2" in capsys.readouterr().err
