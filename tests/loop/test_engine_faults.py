@@ -260,6 +260,34 @@ async def test_an_injected_culprit_ends_alone(kind: str) -> None:
                 assert answer.token_ids == expected(first, 20)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": ("lose_device", 0.0), "max_device_restarts": 3},
+        # A machine that stands still makes more of them.
+        {"executor": ("hang_step", 3600.0), "max_device_restarts": 100, "step_timeout_s": 0.2},
+    ],
+    ids=["lose", "hang"],
+)
+async def test_a_request_that_loses_the_device_ends_alone_and_costs_three_restarts(options: Any) -> None:
+    kind, delay_s = options["executor"]
+    executor = faulty(**{kind: Trigger(token_id=CULPRIT, delay_s=delay_s)})
+    async with bench(**{**options, "executor": executor}, settles=False) as b:
+        sinks = {first: send(b, first, max_tokens=20) for first in (3, CULPRIT, 7, 9, 11)}
+        for first, sink in sinks.items():
+            answer = (await sink.wait()).choice()
+            if first == CULPRIT:
+                assert answer.finish_reason is FinishReason.ERROR
+                assert isinstance(answer.error, StepFailed)
+                assert "computed alone, it lost the device again" in str(answer.error)
+            else:
+                assert answer.token_ids == expected(first, 20)
+        statistics = b.engine.statistics()
+        assert statistics.num_device_restarts >= 3
+        assert statistics.num_failed_sequences == 1
+        assert b.engine.is_accepting
+
+
 async def test_an_injected_fault_of_the_tokenizer_refuses_that_prompt_alone() -> None:
     tokenizer = FaultyTokenizer(FakeTokenizer(vocab_size=VOCAB_SIZE), "poison")
     async with bench(tokenizer=tokenizer) as b:  # type: ignore[arg-type]
