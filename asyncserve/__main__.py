@@ -12,7 +12,7 @@ import sys
 from functools import partial
 
 from asyncserve.cli import read_config
-from asyncserve.config import FAULTS_VARIABLE, BatchConfig, ServerConfig
+from asyncserve.config import BatchConfig, ServerConfig
 from asyncserve.errors import ConfigError, StartupError
 
 
@@ -25,13 +25,8 @@ def main() -> int:
             config = read_config(argv[1:], os.environ, BatchConfig)
         else:
             config = read_config(argv, os.environ, ServerConfig)
-            if os.environ.get(FAULTS_VARIABLE):
-                from asyncserve.faults import parse_faults
-
-                parse_faults(os.environ[FAULTS_VARIABLE])
     except ConfigError as error:
-        print(f"asyncserve: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     # Only now: a wrong option is reported at once, not after the server's packages have been imported.
     import uvloop
 
@@ -43,11 +38,18 @@ def main() -> int:
         from asyncserve.serve import serve
 
         return uvloop.run(serve(config, on_ready=partial(_print_examples, config)))
+    except ConfigError as error:  # of an option that could only be judged by a file, the model or the device
+        return _refuse(error)
     except StartupError as error:
         print(f"asyncserve: cannot start: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(error: ConfigError) -> int:
+    print(f"asyncserve: error: {error}", file=sys.stderr)
+    return 2
 
 
 def _print_examples(config: ServerConfig, url: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncserve.errors import CheckpointError
+from asyncserve.errors import CheckpointError, ConfigError
 from asyncserve.gguf_config import gguf_config, gguf_generation_config
 from asyncserve.gguf_file import read_gguf_header
 
@@ -79,6 +79,7 @@ def open_checkpoint(
             tokenizer, no configuration either; none are downloaded.
 
     Raises:
+        ConfigError: There is no such path.
         CheckpointError: Missing, unreachable (says what to do), damaged or without a configuration.
     """
     try:
@@ -92,7 +93,7 @@ def open_checkpoint(
     if is_folder:
         return _open_folder(model, path, needs_weights=needs_weights)
     if _looks_like_path(model):
-        raise CheckpointError(f"{model} does not exist: no such folder or .gguf file")
+        raise ConfigError(f"{model} does not exist: no such folder or .gguf file")
     folder = _download(model, revision=revision, download_dir=download_dir, needs_weights=needs_weights)
     return _open_folder(model, folder, needs_weights=needs_weights)
 

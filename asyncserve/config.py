@@ -96,7 +96,8 @@ class ServerConfig:
     CPU is opened anew and running requests go on from where they were; with a GPU the process ends with
     status 70. 0 for no limit."""
     max_device_restarts: int = 3
-    """Most times within an hour that a lost device is opened anew; then the process ends with status 70."""
+    """Most times within an hour that a lost device is opened anew; then the process ends with status 70. It
+    takes three to find out that one request loses it."""
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
     enforce_eager: bool = False

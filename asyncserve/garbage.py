@@ -7,6 +7,7 @@ when very many have come together.
 """
 
 import gc
+from collections.abc import Callable
 
 YOUNG_OBJECTS = 1_500
 """Objects made and not freed since the last collection that make a young one, which takes 0.6 ms: few enough
@@ -16,11 +17,25 @@ YOUNG_BEFORE_OLD = 400
 OLD_BEFORE_FULL = 10
 
 
-def settle_collector() -> None:
-    """Forget what lives now, which lives for good, and collect seldom; to be called when all is loaded."""
+def settle_collector() -> Callable[[], None]:
+    """Forget what lives now, which lives for good, and collect seldom; to be called when all is loaded.
+
+    Returns:
+        What puts the collector back as it was, for a process that is not ours alone. If it was settled
+        already, that is left to whoever settled it first.
+    """
+    ours = (YOUNG_OBJECTS, YOUNG_BEFORE_OLD, OLD_BEFORE_FULL)
+    before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, YOUNG_BEFORE_OLD, OLD_BEFORE_FULL)
+    gc.set_threshold(*ours)
+
+    def put_back() -> None:
+        if before != ours:
+            gc.unfreeze()
+            gc.set_threshold(*before)
+
+    return put_back
 
 
 def collect_in_peace() -> None:

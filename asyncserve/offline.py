@@ -10,7 +10,7 @@ import operator
 import threading
 import time
 from array import array
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from asyncserve.config import ServerConfig
 from asyncserve.errors import AsyncserveError, ConfigError, EngineStopped, InvalidRequest
+from asyncserve.garbage import collect_in_peace, settle_collector
 from asyncserve.observer import EngineStatistics, Observer
 from asyncserve.request import (
     ChatPrompt,
@@ -109,11 +110,13 @@ class LLM:
         # A step may still run when a script ends, one ahead of the last answer, and a thread that is inside
         # torch when the interpreter goes would abort the process.
         atexit.register(self.close)
+        self._put_collector_back: Callable[[], None] | None = None
         try:
             self._call(self._engine.start())
         except BaseException:
             self.close()
             raise
+        self._put_collector_back = settle_collector()
 
     def generate(
         self,
@@ -194,6 +197,8 @@ class LLM:
         if self._loop.is_closed():
             return
         atexit.unregister(self.close)
+        if self._put_collector_back is not None:
+            self._put_collector_back()
         self._call(self._engine.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -235,7 +240,9 @@ class LLM:
                     truncate_prompt_tokens=truncate_prompt_tokens,
                 )
             )
-        return self._call(self._run(given, requests, progress=progress))
+        completions = self._call(self._run(given, requests, progress=progress))
+        collect_in_peace()
+        return completions
 
     async def _run(self, given: list[Any], requests: list[Request], *, progress: bool) -> list[Completion]:
         with tqdm(total=len(requests), unit="prompt", disable=not progress) as bar:

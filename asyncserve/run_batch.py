@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from asyncserve.config import BatchConfig
 from asyncserve.errors import ConfigError, EngineError
+from asyncserve.garbage import settle_collector
 from asyncserve.http.app import make_runner
 from asyncserve.http.batch_file import (
     STANDARD,
@@ -117,6 +118,7 @@ async def _run(
             shutil.rmtree(socket.parent)
             os._exit(stop_requests.exit_status)
         await starting
+        settle_collector()
         with tqdm(
             total=num_lines,
             unit="request",

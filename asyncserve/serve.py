@@ -29,7 +29,7 @@ from prometheus_client import CollectorRegistry
 from asyncserve.allocator import share_one_heap
 from asyncserve.checkpoint import Checkpoint, open_checkpoint
 from asyncserve.config import FAULTS_VARIABLE, ServerConfig
-from asyncserve.errors import CheckpointError, ConfigError, DeviceLost, InvalidRequest
+from asyncserve.errors import CheckpointError, ConfigError, DeviceLost, InvalidRequest, StartupError
 from asyncserve.faults import Faults, parse_faults
 from asyncserve.garbage import collect_in_peace, settle_collector
 from asyncserve.http.app import GENERATING_ROUTES, build_app, make_runner
@@ -524,7 +524,8 @@ async def _listen(runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLConte
     """Open the listening socket and return the base URL.
 
     Raises:
-        ConfigError: The address is taken or cannot be used.
+        ConfigError: The address cannot be used.
+        StartupError: It is taken.
     """
     try:
         if config.uds is not None:
@@ -534,7 +535,10 @@ async def _listen(runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLConte
         await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
     except OSError as error:
         place = config.uds or f"{config.host}:{config.port}"
-        raise ConfigError(f"cannot listen on {place}: {error.strerror or error}") from error
+        # One that is taken now may be free later: the option is not wrong.
+        is_taken = error.errno == errno.EADDRINUSE
+        message = f"cannot listen on {place}: {error.strerror or error}"
+        raise (StartupError(message) if is_taken else ConfigError(message)) from error
     host, port = runner.addresses[0][:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"{'http' if tls is None else 'https'}://{shown}:{port}"
@@ -544,9 +548,11 @@ def _remove_stale_socket(path: str) -> None:
     """Remove the socket that a server left behind when it was killed.
 
     Raises:
-        OSError: Somebody listens on it.
+        OSError: Somebody listens on it, or it is no socket.
     """
     if not Path(path).is_socket():
+        if Path(path).exists():
+            raise OSError(errno.ENOTSOCK, "it is there and is no socket")
         return
     with socket.socket(socket.AF_UNIX) as probe:
         try:

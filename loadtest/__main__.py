@@ -113,10 +113,12 @@ def _sweep(session: Session, plan: Plan) -> None:
         points.append([session.measure(load, run=number, turn=turn) for turn in range(load.repeat)])
         why = plan.sweep.is_saturated(points)
         if why:
-            print(f"\nsaturated: {why}")
+            print(f"\nthe sweep ends here: {why}")
             break
     print(_summary(session.rows))
-    print(pareto.to_text(results.points(session.rows)))
+    found = results.points(session.rows)
+    print(pareto.to_text(found))
+    print("", *pareto.conclusions(found), sep="\n")
 
 
 def _search(session: Session, plan: Plan, found: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Stopped:
     Args:
         in_flight: Requests under way when it came.
         whole: Of those, how many came to their whole answer.
+        crossed: Of those, how many were still on their way to the server, and got 503 or no connection.
         cut: What became of the others, and of those sent later that were accepted and then broke off.
         refused: Requests sent later that got 503, or no connection at all.
         served_later: Requests sent later that were answered all the same.
@@ -51,6 +52,7 @@ class Stopped:
 
     in_flight: int = 0
     whole: int = 0
+    crossed: int = 0
     cut: list[str] = field(default_factory=list)
     refused: int = 0
     served_later: int = 0
@@ -74,11 +76,11 @@ class Crowd:
         self._num_under_way = 0
         self._has_stopped = False
 
-    async def run(self, stop: Any, *, after_s: float) -> Stopped:
-        """Send requests, call `stop` after a while, and return what became of all."""
+    async def run(self, stop: Any, when: Awaitable[object]) -> Stopped:
+        """Send requests, call `stop` when the time has come, and return what became of all."""
         self._client.model = (await self._client.served_model())[0]
         clients = [asyncio.create_task(self._live(number)) for number in range(self._num_clients)]
-        await asyncio.sleep(after_s)
+        await when
         self.stopped.in_flight = self._num_under_way
         self._has_stopped = True
         stop()
@@ -112,7 +114,10 @@ class Crowd:
                     self.stopped.cut.append(f"sent later: {error}")
                     return
             elif error is not None:
-                self.stopped.cut.append(error)
+                if self._has_stopped and is_refused:
+                    self.stopped.crossed += 1
+                else:
+                    self.stopped.cut.append(error)
                 return
             elif self._has_stopped:
                 self.stopped.whole += 1
@@ -150,7 +155,7 @@ def terminated(model: str, *, num_clients: int, after_s: float, output_len: int,
             told_s.append(time.perf_counter())
             server.process.send_signal(signal.SIGTERM)
 
-        found = uvloop.run(crowd.run(stop, after_s=after_s))
+        found = uvloop.run(crowd.run(stop, asyncio.sleep(after_s)))
         status = server.process.wait(STOP_LIMIT_S)
         took_s = time.perf_counter() - told_s[0]
     return {
@@ -158,6 +163,7 @@ def terminated(model: str, *, num_clients: int, after_s: float, output_len: int,
         "answered before": crowd.num_answered,
         "in flight at SIGTERM": found.in_flight,
         "of these whole": found.whole,
+        "of these still on their way and refused": found.crossed,
         "cut": len(found.cut),
         "why": sorted(set(found.cut)),
         "sent later and refused": found.refused,
@@ -209,7 +215,7 @@ def _kill_under_load(
     server: ServerProcess, num_clients: int, samples: Sequence[Sample], after_s: float
 ) -> None:
     crowd = Crowd(server.url, num_clients, samples)
-    uvloop.run(crowd.run(server.process.kill, after_s=after_s))
+    uvloop.run(crowd.run(server.process.kill, asyncio.sleep(after_s)))
     server.process.wait()
 
 

@@ -5,7 +5,6 @@ a report can be made at any time of any results file, alone or several side by s
 """
 
 import html
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from loadtest import pareto, svg
 from loadtest.comparison import METRICS, MORE_IS_BETTER, Comparison, Difference
 from loadtest.figures import Row, Rows
-from loadtest.report import LATENCIES
+from loadtest.report import LATENCIES, by_kind, without_numbers
 from loadtest.results import Point, families, points
 from loadtest.svg import Axis, Bar, Chart, Line, figure
 
@@ -132,7 +131,7 @@ class _Pages:
         for name, point in self._points:
             for row in point.rows:
                 for warning in (row["client"] or {}).get("warnings", ()):
-                    told.setdefault(_kind(warning), []).append((self._said(name, point), warning))
+                    told.setdefault(without_numbers(warning), []).append((self._said(name, point), warning))
         found = []
         for warned in told.values():
             by_load = dict(warned)
@@ -181,7 +180,17 @@ class _Pages:
             for cells, (_, point) in zip(self._figures(columns), self._points, strict=True)
         ]
         heads = ["load, latencies in ms", *(title for _, title in latencies)]
-        return f"{_table(head, body)}<br>{_table(heads, self._figures(latencies))}"
+        said = "".join(f"<li>{_text(line)}</li>" for line in self._conclusions())
+        short = f"<ul>{said}</ul>" if said else ""
+        return f"{short}{_table(head, body)}<br>{_table(heads, self._figures(latencies))}"
+
+    def _conclusions(self) -> list[str]:
+        """What a sweep has shown, of each file that is one."""
+        found = []
+        for name, rows in self._files.items():
+            swept = points(row for row in rows if row["command"] == "sweep")
+            found += [f"{name}: {line}" if name else line for line in pareto.conclusions(swept)]
+        return found
 
     def _figures(self, columns: Sequence[tuple[str, str]]) -> list[list[str]]:
         """Return one row per load: its name, and each metric with its spread."""
@@ -430,9 +439,10 @@ class _Pages:
             for row in point.rows:
                 counts.update(row["failures"])
             num_requests = sum(row["num_requests"] for row in point.rows)
-            for message, count in counts.most_common():
-                share = count / num_requests
-                body.append([_text(self._said(name, point)), str(count), _percent(share), _text(message)])
+            for message, count, num_alike in by_kind(counts):
+                alike = f" (and the like: {num_alike} messages)" if num_alike > 1 else ""
+                cells = [str(count), _percent(count / num_requests), _text(message + alike)]
+                body.append([_text(self._said(name, point)), *cells])
             if counts:
                 charts.append(self._failures(name, point))
         if not body:
@@ -613,11 +623,6 @@ def _steps(values: Sequence[float], interval_s: float) -> list[tuple[float, floa
     """Return the corners of steps: each value from the beginning of its interval to the end."""
     found = [(number * interval_s, value) for number, value in enumerate(values)]
     return [*found, (len(values) * interval_s, values[-1])] if found else []
-
-
-def _kind(warning: str) -> str:
-    """Return a warning without its numbers: what repeats of a load have in common."""
-    return re.sub(r"[\d.,]+", "", warning)
 
 
 def _spread(values: Sequence[float], write: Callable[[float], str] = figure) -> str:

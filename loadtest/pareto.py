@@ -11,6 +11,9 @@ from statistics import median
 from loadtest.figures import Row
 from loadtest.results import Point, families, points
 
+GOOD_SHARE = 0.99
+"""A load keeps the limits if so many of its requests do, in the median over its repeats."""
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -82,6 +85,36 @@ def to_text(found_points: Sequence[Point]) -> str:
     left_out = [(label(point), why) for point in found_points if (why := why_none(point))]
     lines += [f"{name:>8}   not compared: {why}" for name, why in left_out]
     return "\n".join(lines)
+
+
+def conclusions(found_points: Sequence[Point]) -> list[str]:
+    """Say in a sentence each which load gives most, and up to which the limits are kept, if there are any."""
+    found = []
+    if reached := [(median(values), point) for point in found_points if (values := _totals(point))]:
+        most, point = max(reached, key=lambda each: each[0])
+        found.append(f"most output tokens/s: {most:.1f}, at {_amount(point)}")
+    limited = [point for point in found_points if point.values("good_share")]
+    if limited:
+        limits = ", ".join(
+            f"{name.upper()} {value:g} ms" for name, value in limited[0].rows[0]["limits_ms"].items()
+        )
+        kept = [median(point.values("good_share")) >= GOOD_SHARE for point in limited]
+        num_kept = kept.index(False) if False in kept else len(kept)
+        said = f"up to {_amount(limited[num_kept - 1])}" if num_kept else "at none of these loads"
+        found.append(f"{GOOD_SHARE:.0%} of requests keep the limits ({limits}) {said}")
+    return found
+
+
+def _totals(point: Point) -> list[float]:
+    """Return output tokens/s of the repeats; none if nothing was answered."""
+    return point.values("output_throughput") if any(row["num_completed"] for row in point.rows) else []
+
+
+def _amount(point: Point) -> str:
+    load = point.rows[0]["load"]
+    if load.get("concurrency") is not None:
+        return f"{load['concurrency']} requests at once"
+    return "all requests at once" if load.get("rate") is None else f"{load['rate']:.3g} requests/s"
 
 
 def label(point: Point) -> str:

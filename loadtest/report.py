@@ -17,6 +17,7 @@ cache, where it tells. Percentiles interpolate linearly.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -188,6 +189,27 @@ def _of_one(record: Record) -> dict[str, float]:
     return values
 
 
+def by_kind(failures: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Put messages together that differ only in their numbers; the most frequent first.
+
+    Args:
+        failures: Message → how many requests ended with it.
+
+    Returns:
+        The most frequent message of each kind, how many requests ended with any of it, how many messages.
+    """
+    kinds: dict[str, Counter[str]] = {}
+    for message, count in failures.items():
+        kinds.setdefault(without_numbers(message), Counter())[message] += count
+    found = [(kind.most_common(1)[0][0], kind.total(), len(kind)) for kind in kinds.values()]
+    return sorted(found, key=lambda each: each[1], reverse=True)
+
+
+def without_numbers(message: str) -> str:
+    """Return what two messages have in common that say the same of different numbers."""
+    return re.sub(r"\d[\d.,]*", "", message)
+
+
 def to_table(report: Report) -> str:
     """Return the run as text for people."""
     lines = [
@@ -209,11 +231,14 @@ def to_table(report: Report) -> str:
         lines.append(
             f"no usage      {report.num_without_usage} answers: tokens counted in events, lengths not checked"
         )
-    lines += [f"failed        {count} x {message}" for message, count in sorted(report.failures.items())]
+    for message, count, num_alike in by_kind(report.failures):
+        alike = f" (and the like: {num_alike} messages)" if num_alike > 1 else ""
+        lines.append(f"failed        {count} x {message}{alike}")
     lines += ["", f"{'ms':12}{'mean':>10}{'median':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'max':>10}"]
     for name, values in report.latencies.items():
         figures = (values.mean, values.median, values.p90, values.p95, values.p99, values.max)
-        lines.append(f"{name.upper():12}" + "".join(f"{figure:10.2f}" for figure in figures))
+        cells = ("-" if math.isnan(figure) else f"{figure:.2f}" for figure in figures)
+        lines.append(f"{name.upper():12}" + "".join(f"{cell:>10}" for cell in cells))
     return "\n".join(lines)
 
 

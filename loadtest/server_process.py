@@ -1,11 +1,12 @@
 """The server as a process of its own: started on given cores, waited for, read out, stopped.
 
 Takes a command line, gives a `ServerProcess`: its address, the times of its start, its figures from
-`/metrics`. Everything it logs goes to a file, whose last lines are told when it does not start. Blocking:
-whoever measures does nothing else meanwhile.
+`/metrics`. All it logs goes to a file, where its address is found, and whose last lines are told when it
+does not start. Blocking: whoever measures does nothing else meanwhile. Tests start theirs by it, too.
 """
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from loadtest.cores import on_cores
 from loadtest.metrics_page import totals
 
 POLL_S = 0.02
-STOP_LIMIT_S = 20.0
+STOP_LIMIT_S = 30.0
+_READY = re.compile(r"ready on (\S+) after")
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Asks the server itself, whatever proxy the environment names."""
 
@@ -31,23 +33,56 @@ class ServerFailed(Exception):
 
 
 class ServerProcess:
-    """A server that has been started.
+    """A server, started on the given cores or any.
 
     Args:
+        command: Its command line; see `command`.
+        log: File for its output.
+        cores: To run on; None for any.
+        environment: Instead of this process's.
+        url: Base URL, if it is known beforehand; else the log tells it once requests are answered.
+
+    Attributes:
         process: Its process.
-        url: Base URL.
-        log: File of its output.
+        log: As given.
         started_s: When it was started, `time.perf_counter`.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", url: str, log: Path, started_s: float) -> None:
-        self.process = process
-        self.url = url
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        cores: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
+        url: str = "",
+    ) -> None:
         self.log = log
-        self.started_s = started_s
+        self._url = url
+        with log.open("wb") as output, on_cores(cores):
+            self.started_s = time.perf_counter()
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+    @property
+    def url(self) -> str:
+        """Base URL; "" as long as it is not known."""
+        if not self._url and (found := _READY.search(self.log.read_text(errors="replace"))):
+            self._url = found[1]
+        return self._url
+
+    def wait_ready(self, limit_s: float) -> None:
+        """Wait until its log says where it answers requests.
+
+        Raises:
+            ServerFailed: It ended, or took too long.
+        """
+        while not self.url:
+            self._check("its address", limit_s)
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Return status and body of a GET; status 0 if there is no answer."""
+        if not self.url:
+            return 0, b""
         return self._ask(urllib.request.Request(self.url + path))
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> None:
@@ -165,16 +200,13 @@ def running(
 
     Without a port it gets a free one.
     """
-    port = free_port() if port is None else port
-    with log.open("wb") as output, on_cores(cores):
-        started_s = time.perf_counter()
-        process = subprocess.Popen(
-            command(model, options, port=port, module=module),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-    server = ServerProcess(process, f"http://127.0.0.1:{port}", log, started_s)
+    server = ServerProcess(
+        command(model, options, port=port or 0, module=module),
+        log=log,
+        cores=cores,
+        environment=environment,
+        url=f"http://127.0.0.1:{port}" if port else "",
+    )
     try:
         yield server
     finally:

@@ -61,3 +61,44 @@ def test_large_blocks_that_a_thread_frees_are_there_for_its_next_turn() -> None:
     first, second, third, anew, *_ = page_faults(sets=True)
     assert max(second, third) < first / 100
     assert anew > first / 2, "what was free is given back when that is asked for"
+
+
+LASTING = f"""
+import ctypes, os, pathlib
+from asyncserve.allocator import keep_freed_memory, map_large_blocks, share_one_heap
+
+libc = ctypes.CDLL(None)
+libc.calloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+def resident():
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+share_one_heap()
+keep_freed_memory()
+for lasts in (True, False):
+    before = resident()
+    for _ in range(2):
+        if lasts:
+            map_large_blocks()
+        block = libc.calloc(1, {BLOCK_BYTES})
+        print(resident() - before)
+        libc.memset(block, 1, {BLOCK_BYTES})
+        keep_freed_memory()
+        libc.free(block)
+        print(resident() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_what_lasts_is_resident_once_it_is_written_and_goes_when_it_is_freed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LASTING], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    figures = [int(each) for each in done.stdout.split()]
+    small = BLOCK_BYTES / 4
+    assert max(figures[:4]) < small
+    assert [each > small for each in figures[4:]] == [False, True, True, True], "it is not so by itself"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncserve.checkpoint import CheckpointFormat, open_checkpoint
-from asyncserve.errors import CheckpointError
+from asyncserve.errors import CheckpointError, ConfigError
 from tests.fakes.demo_model import demo_model_path
 from tests.fakes.gguf_files import write_gguf
 from tests.fakes.hub_server import HubServer, serve_hub
@@ -111,7 +111,7 @@ def test_without_need_of_weights_a_tokenizer_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./model", "~/nothing-here", "a/b/c", "model.gguf"])
 def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(name: str) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(ConfigError, match="does not exist"):
         open_checkpoint(name)
 
 

@@ -30,6 +30,18 @@ def test_what_lives_when_all_is_loaded_is_not_looked_at_again() -> None:
     assert knot not in gc.get_objects()
 
 
+def test_the_collector_is_put_back_by_whoever_settled_it_first() -> None:
+    thresholds = gc.get_threshold()
+    first = settle_collector()
+    second = settle_collector()
+    assert gc.get_threshold() != thresholds
+    second()
+    assert gc.get_threshold() != thresholds
+    first()
+    assert gc.get_threshold() == thresholds
+    assert gc.get_freeze_count() == 0
+
+
 def test_garbage_that_outlived_a_young_collection_goes_when_nothing_runs() -> None:
     knot = Knot()
     settle_collector()

@@ -1,6 +1,7 @@
 """The engine without a server, on a tiny random model."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from asyncserve import LLM, SamplingParams
 from asyncserve.errors import ConfigError, EngineStopped, InvalidRequest, PromptTooLong
+from asyncserve.garbage import YOUNG_OBJECTS
 from asyncserve.observer import NullObserver, RequestTimeline
 from asyncserve.offline import Completion
 from asyncserve.request import FinishReason
@@ -54,6 +56,16 @@ def test_an_observer_that_raises_keeps_no_prompt_from_its_answer(model: Path) ->
 
 def tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [completion.outputs[0].token_ids for completion in completions]
+
+
+def test_the_collector_is_settled_while_a_model_is_loaded_and_as_before_afterwards(model: Path) -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    with LLM(str(model), device="cpu", kv_cache_memory_bytes=1 << 22) as llm:
+        assert gc.get_threshold()[0] == YOUNG_OBJECTS
+        assert gc.get_freeze_count() > before[1]
+        llm.generate("a", GREEDY, progress=False)
+        assert not any(gc.get_count()[1:]), "what the call left is collected when it is over"
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_results_stand_in_the_order_of_the_prompts(llm: LLM) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from asyncserve.allocator import give_back_memory, keep_freed_memory
+from asyncserve.allocator import give_back_memory, keep_freed_memory, map_large_blocks
 from asyncserve.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -54,6 +54,9 @@ class Device(Protocol):
 
     def activate(self) -> None:
         """Make the calling thread the device thread: its device, stream and number of threads."""
+
+    def note_loaded(self) -> None:
+        """Note that all that lasts as long as the device is allocated: what comes now is for steps."""
 
     def memory(self) -> MemoryInfo:
         """Return free and total memory now."""
@@ -143,8 +146,13 @@ class CpuDevice:
         self.has_fast_bfloat16 = any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
 
     def activate(self) -> None:
-        """Set the number of kernel threads, and let the process keep the memory that a step frees."""
+        """Set the number of kernel threads, and let weights and cache have pages of their own."""
         torch.set_num_threads(self.num_threads)
+        map_large_blocks()
+
+    def note_loaded(self) -> None:
+        """Let the process keep the memory that a step frees."""
+        give_back_memory()
         keep_freed_memory()
 
     def memory(self) -> MemoryInfo:
@@ -241,6 +249,9 @@ class CudaDevice:
         """Make this GPU and its main stream current on the calling thread."""
         torch.cuda.set_device(self.torch_device)
         torch.cuda.set_stream(self._main)
+
+    def note_loaded(self) -> None:
+        """Do nothing: torch's allocator keeps what is freed anyway."""
 
     def memory(self) -> MemoryInfo:
         """Return the driver's figures, other processes included."""

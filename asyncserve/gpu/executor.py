@@ -28,8 +28,9 @@ from asyncserve.errors import (
     OutOfDeviceMemory,
     StartupError,
 )
+from asyncserve.futures import ignore_outcome
 from asyncserve.gpu.completion import CompletionQueue, call_on_loop
-from asyncserve.gpu.device_errors import is_out_of_memory, step_error
+from asyncserve.gpu.device_errors import is_out_of_memory, is_sticky, step_error
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.step import ExecutorInfo, StepOutput, StepPlan
 
@@ -198,7 +199,7 @@ class _DeviceThread:
         for future in self._unanswered:
             if not future.done():
                 future.set_exception(lost)
-                future.add_done_callback(_ignore_outcome)
+                future.add_done_callback(ignore_outcome)
         self._unanswered.clear()
 
     async def wait_ended(self, timeout_s: float | None) -> bool:
@@ -274,11 +275,24 @@ class _DeviceThread:
             try:
                 return self._inbox.get(timeout=patience_s) if patience_s else self._inbox.get_nowait()
             except Empty:
-                runner.capture_next()
+                self._capture_next(runner)
                 self.graphs_pending = runner.graphs_pending
                 self._next_capture_s = time.monotonic() + _CAPTURE_PAUSE_S
                 patience_s = 0.0
         return self._inbox.get()
+
+    def _capture_next(self, runner: ModelRunner) -> None:
+        """Capture a graph; steps run without it, too, so that no failure of it is one of theirs."""
+        try:
+            runner.capture_next()
+        except Exception as error:  # torch's errors and Triton's have no common base
+            runner.give_up_capturing()
+            if is_sticky(error):
+                self._lost = DeviceLost(f"capturing a graph lost the device: {error}")
+            else:
+                logger.exception("a graph could not be captured; there will be no more of them")
+            # Its frames hold what the capture allocated.
+            traceback.clear_frames(error.__traceback__)
 
     def _call_on_loop(self, callback: Callable[[], object]) -> None:
         call_on_loop(self._loop, callback)
@@ -295,12 +309,6 @@ class _DeviceThread:
                 return
             if job is not None and not job[1].done():
                 job[1].set_exception(self.lost or _stopped_before(job[0]))
-
-
-def _ignore_outcome(future: "asyncio.Future[StepOutput]") -> None:
-    """Keep asyncio from reporting an error that nobody may come to look at."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _thread_ended(error: BaseException) -> DeviceLost:

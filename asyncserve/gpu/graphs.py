@@ -91,9 +91,13 @@ class GraphPool:
                 len(self._waiting),
                 error,
             )
-            self._waiting.clear()
+            self.give_up()
             return
         bisect.insort(self._ready, graph, key=lambda ready: _cost(ready.size))
+
+    def give_up(self) -> None:
+        """Capture none of those that are left."""
+        self._waiting.clear()
 
     def find(self, size: StepSize, *, is_decode: bool) -> StepGraph | None:
         """Return the smallest captured graph that can run such a step, or None.

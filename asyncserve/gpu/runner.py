@@ -123,6 +123,10 @@ class ModelRunner:
             if self._graphs.num_ready == num_ready:
                 self.device.empty_cache()  # what the failed one took
 
+    def give_up_capturing(self) -> None:
+        """Capture no more graphs: steps of the sizes that are left are launched anew."""
+        self._graphs.give_up()
+
     def run(self, plan: StepPlan) -> PendingOutput:
         """Launch one step.
 

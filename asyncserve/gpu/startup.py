@@ -204,6 +204,7 @@ def start_runner(
     )
     sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
     runner = make_runner(sized, model_len)
+    opened.note_loaded()
     _warm_up(runner, block_len=block_len, model_len=model_len, mixes=is_gpu and num_slots > 1)
 
     info = ExecutorInfo(

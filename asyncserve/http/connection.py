@@ -23,7 +23,7 @@ from aiohttp.http_writer import HttpVersion11
 from yarl import URL
 
 from asyncserve.http.body import unsupported_encoding
-from asyncserve.http.failures import OURS, Failure, response_to
+from asyncserve.http.failures import OURS, UNAVAILABLE_RETRY_S, Failure, response_to
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class ConnectionBound:
         body = orjson.dumps(failure.as_object())
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            f"Content-Length: {len(body)}\r\nRetry-After: {UNAVAILABLE_RETRY_S}\r\nConnection: close\r\n\r\n"
         )
         transport.write(head.encode() + body)
         # Closed at once, with the client's request unread, the kernel would throw away what is written.

@@ -63,6 +63,10 @@ KINDS: Mapping[type[Exception], tuple[str, str | None]] = {
 }
 """Exception class to OpenAI's `type` and `code`; the nearest class of an exception counts."""
 
+UNAVAILABLE_RETRY_S = 5
+"""Seconds a client is told to wait after a 503: so long at least takes a device that is opened anew, or a new
+process."""
+
 HTTP_CODES: Mapping[int, str] = {
     404: "not_found",
     405: "method_not_allowed",
@@ -154,6 +158,8 @@ def failure_of(error: BaseException) -> Failure:
         headers = {}
         if isinstance(error, Overloaded):
             headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        elif error.status_hint == web.HTTPServiceUnavailable.status_code:
+            headers["Retry-After"] = str(UNAVAILABLE_RETRY_S)
         return Failure(
             status=error.status_hint,
             message=str(error),

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from asyncserve.errors import AsyncserveError, EngineError, InvalidRequest
+from asyncserve.futures import ignore_outcome
 from asyncserve.grammar import Grammar
 from asyncserve.loop.active_request import ActiveRequest, ActiveSequence
 from asyncserve.loop.admission import Admission, is_long, is_quick
@@ -274,9 +275,3 @@ class Intake:
         self.load.remove(active.request.tenant, active.load)
         if not active.has_ended:
             self._refuse(active, error)
-
-
-def ignore_outcome(future: "asyncio.Future[Any]") -> None:
-    """Keep asyncio from reporting an error that nobody may come to look at."""
-    if not future.cancelled():
-        future.exception()

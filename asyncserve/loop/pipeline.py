@@ -29,13 +29,14 @@ from asyncserve.errors import (
     InvariantError,
     StepFailed,
 )
+from asyncserve.futures import ignore_outcome
 from asyncserve.loop.active_request import ActiveRequest, ActiveSequence
 from asyncserve.loop.admission import Admission
 from asyncserve.loop.channel import Channel, first_ready
 from asyncserve.loop.deadlines import Deadlines
 from asyncserve.loop.detokenizer import Detokenizer
 from asyncserve.loop.grammar_cache import GrammarCache
-from asyncserve.loop.intake import STARTED_PER_TURN, Arrival, Intake, ignore_outcome
+from asyncserve.loop.intake import STARTED_PER_TURN, Arrival, Intake
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.restart_budget import WINDOW_S, RestartBudget
 from asyncserve.loop.scheduler import Scheduler, StepDeltas
@@ -310,12 +311,13 @@ class Pipeline:
             now_s = self._clock()
             steps: list[AppliedStep] = []
             lost: DeviceLost | None = None
+            lost_by: Completion | None = None
             for completion in completions.take_all():
                 began_s = self._clock()
                 output = completion.output
                 self._num_unapplied -= 1
                 if isinstance(output, DeviceLost):
-                    lost = output
+                    lost, lost_by = output, lost_by or completion
                     continue
                 if isinstance(output, StepFailed):
                     deltas = StepDeltas((), (), scheduler.fail(output.step_id, output))
@@ -330,7 +332,7 @@ class Pipeline:
             if lost is not None:
                 while steps:
                     await applied.put(steps.pop(0))
-                await self._reopen_device(lost)
+                await self._reopen_device(lost, lost_by)
                 now_s = self._clock()
             if any(len(step.deltas.deltas) >= STARTED_PER_TURN for step in steps):
                 await asyncio.sleep(0)  # many ends, perhaps: their blocks were this iteration's share
@@ -373,8 +375,12 @@ class Pipeline:
         else:
             logger.error("%s; its %d sequences are tried again by halves", error, len(plan.sequences))
 
-    async def _reopen_device(self, lost: DeviceLost) -> None:
+    async def _reopen_device(self, lost: DeviceLost, lost_by: Completion | None) -> None:
         """Open the device anew, and let every sequence go on from its known tokens.
+
+        Args:
+            lost: What it was lost by.
+            lost_by: The step of that, if it was one.
 
         Raises:
             DeviceLost: It was lost too often, cannot be opened again, or offers less than before.
@@ -384,7 +390,10 @@ class Pipeline:
         while self._num_unapplied:
             await first_ready(self._completions)
             self._num_unapplied -= len(self._completions.take_all())
-        self._scheduler.lose_device()
+        ended = self._scheduler.lose_device(lost if lost_by is not None else None)
+        if ended and lost_by is not None:
+            logger.error("%s; as before when it was computed alone, so that request ends", lost)
+            await self._applied.put(AppliedStep(lost_by, StepDeltas((), (), ended), began_s))
         if not self._restarts.spend(began_s):
             raise DeviceLost(f"{lost}; it was opened anew as often as it may be within {WINDOW_S:.0f} s")
         logger.error("the device is lost: %s; opening it anew", lost)

@@ -13,8 +13,9 @@ last in order, which waits again with all its known tokens.
 
 A step that fails sets its sequences back to their known tokens and puts them under suspicion: they are
 tried again in steps of their own, by halves (`suspects`), nothing else in flight, and only one that fails
-alone, twice, ends with an error. Nobody is admitted meanwhile. A step that lacked memory is tried again with
-half as many tokens, and later steps are kept small for a while.
+alone, twice, ends with an error. Nobody is admitted meanwhile, and those that run give way if they must. A
+step that lacked memory is tried again with half as many tokens, and later steps are kept small for a while.
+After a step that lost the device its sequences are tried one by one.
 
 Invariants (`check`): see also `PlanRules` in the tests.
 
@@ -35,6 +36,7 @@ from typing import NamedTuple
 
 from asyncserve.errors import (
     AsyncserveError,
+    DeviceLost,
     InvalidRequest,
     InvariantError,
     StepFailed,
@@ -291,9 +293,11 @@ class Scheduler:
         if self._suspects:
             if self._in_flight:
                 return None
-            if self._plan_trial(draft, now_s):
+            while not (has_room := self._plan_trial(draft, now_s)) and (self._decoding or self._prefilling):
+                # Nobody is admitted before the trial is over, so it waits for nobody: who runs gives way.
+                self._preempt(self._last_in_order())
+            if has_room:
                 return self._submit(draft, [], is_trial=True)
-            # Those that run hold what it needs: they go on, and give it back in the end.
         scheduled = self._plan_decodes(draft)
         if draft.budget_left > 0:
             self._plan_prefills(draft, now_s)
@@ -323,7 +327,7 @@ class Scheduler:
         num_live = len(self._sequences)
         deltas: list[TokenDelta] = []
         sampling, sampled = entry.sampling, output.token_ids
-        num_plain = 0 if output.logprobs else entry.num_decodes
+        num_plain, logprobs = entry.num_decodes, output.logprobs
         others: set[SequenceState] = set()
         # Once per token of every stream: no call.
         for sequence, token_id in zip(sampling[:num_plain], sampled, strict=False):
@@ -333,6 +337,7 @@ class Scheduler:
                 or len(token_ids) + 1 >= sequence.max_len
                 or token_id < 0
                 or not sequence.accepts_output
+                or (logprobs and sequence.slot in logprobs)
             ):
                 others.add(sequence)
                 self._apply_row(sequence, token_id, output, now_s, deltas)
@@ -449,11 +454,19 @@ class Scheduler:
         """Whether what fails is the device: sequence after sequence failed alone, and no step went well."""
         return self._num_failed_alone >= FAILED_ALONE_LIMIT
 
-    def lose_device(self) -> None:
+    def lose_device(self, lost_by: DeviceLost | None = None) -> list[TokenDelta]:
         """Forget the steps in flight and all that the device held: everybody waits with its known tokens.
 
-        Outputs of those steps are not to be applied any more. Suspects are tried first, as before.
+        Outputs of those steps are not to be applied any more. Suspects are tried first, as before, and those
+        of the step that lost the device are suspects, too.
+
+        Args:
+            lost_by: What the oldest step in flight lost the device by; None if that step is not the cause.
+
+        Returns:
+            The end of a sequence that lost the device alone, twice.
         """
+        deltas = [] if lost_by is None or not self._in_flight else self._judge_loss(lost_by)
         self._in_flight.clear()
         self._last_applied_step_id = self._next_step_id - 1
         self._decoding, self._prefilling = [], []
@@ -469,6 +482,7 @@ class Scheduler:
             if sequence.status is not SequenceStatus.ENDED:
                 self._num_replayed_sequences += 1
                 self._wait_again(sequence)
+        return deltas
 
     def fill_statistics(self, statistics: EngineStatistics) -> None:
         """Write the scheduler's part of the engine's state."""
@@ -633,7 +647,7 @@ class Scheduler:
             # Blocks that come back with a step in flight are waited for: one preemption at a time.
             if self._num_releasing or any(other.is_planned_to_its_end for other in self._decoding):
                 return False
-            victim = max((group[-1] for group in (self._decoding, self._prefilling) if group), key=by_order)
+            victim = self._last_in_order()
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -641,6 +655,9 @@ class Scheduler:
             if new_ids:
                 draft.appends.append(BlockAppend(group_id, sequence.slot, tuple(new_ids)))
         return True
+
+    def _last_in_order(self) -> SequenceState:
+        return max((group[-1] for group in (self._decoding, self._prefilling) if group), key=by_order)
 
     def _plan_prefills(self, draft: _Draft, now_s: float) -> None:
         """Share what is left of the budget among prompts: those that run, then those that wait."""
@@ -908,6 +925,37 @@ class Scheduler:
             return [self._end_with_error(failed[0], error)]
         if self._suspects.first.sequences == failed:
             self._suspects.first.has_failed_alone = had_failed_alone or fails_alone
+        return []
+
+    def _judge_loss(self, error: DeviceLost) -> list[TokenDelta]:
+        """Suspect the live sequences of the step that lost the device, or end the one that did so alone."""
+        entry = self._in_flight[0]
+        failed: list[SequenceState] = []
+        for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
+            if not sequence.accepts_output or sequence.sequence_id in self._paused:
+                continue
+            if entry.is_trial:
+                is_blamed = sequence.trial_len > 0
+            else:
+                is_blamed = sequence.trial_len == 0
+                sequence.trial_len = sequence.trial_len or scheduled.start + scheduled.num_tokens
+            if is_blamed:
+                failed.append(sequence)
+        if not failed:
+            return []
+        had_failed_alone = entry.is_trial and self._suspects.first.has_failed_alone
+        if entry.is_trial:
+            self._suspects.narrow(failed, self._budget, one_by_one=True)
+        else:
+            self._suspects.add(failed, self._budget, one_by_one=True)
+        if len(entry.states) > 1:
+            return []
+        if had_failed_alone:
+            self._num_failed_sequences += 1
+            message = f"computed alone, it lost the device again: {error}"
+            return [self._end_with_error(failed[0], StepFailed(message, step_id=entry.plan.step_id))]
+        if self._suspects.first.sequences == failed:
+            self._suspects.first.has_failed_alone = True
         return []
 
     def _make_allocator(self) -> KVAllocator:

@@ -3,7 +3,8 @@
 Takes the sequences of a failed step and says whose turn it is to be computed in a step of its own. A group
 whose step fails is halved, until the one is found that fails alone, and twice so, for a fault may pass: a
 culprit among n costs at most 2 * ceil(log2(n)) + 1 such steps, and those of innocents give them their tokens.
-Pure; plans nothing, knows no device.
+Those of a step that lost the device are tried one by one: more steps, but each further loss is that of the
+culprit, so that it costs two of them and not one for each halving. Pure; plans nothing, knows no device.
 
 A sequence is under suspicion while its `trial_len` is not 0; it is then in one group (`check`).
 """
@@ -45,25 +46,29 @@ class Suspects:
         """The group whose turn it is; there must be one."""
         return self._groups[0]
 
-    def add(self, sequences: Sequence[SequenceState], max_tokens: int) -> None:
+    def add(self, sequences: Sequence[SequenceState], max_tokens: int, *, one_by_one: bool = False) -> None:
         """Suspect sequences, whose `trial_len` is set; two halves of them are tried after all others.
 
         Args:
             sequences: Of a step that failed, under suspicion in no group.
             max_tokens: Most tokens of a step that tries them.
+            one_by_one: Each is a group of its own, instead of the halves.
         """
-        self._groups.extend(_halves(sequences, max_tokens))
+        self._groups.extend(_parts(sequences, max_tokens, one_by_one=one_by_one))
 
-    def narrow(self, sequences: Sequence[SequenceState], max_tokens: int) -> None:
+    def narrow(
+        self, sequences: Sequence[SequenceState], max_tokens: int, *, one_by_one: bool = False
+    ) -> None:
         """Note that a step of these suspects alone failed; the two halves of them are tried next.
 
         Args:
             sequences: All of one group.
             max_tokens: Most tokens of a step that tries them.
+            one_by_one: Each is a group of its own, instead of the halves.
         """
         for sequence in sequences:
             self._take_out(sequence)
-        self._groups.extendleft(reversed(_halves(sequences, max_tokens)))
+        self._groups.extendleft(reversed(_parts(sequences, max_tokens, one_by_one=one_by_one)))
 
     def clear(self, sequence: SequenceState) -> None:
         """Suspect a sequence no longer: a step of it went well, or it has ended."""
@@ -92,7 +97,9 @@ class Suspects:
         raise InvariantError(f"sequence {sequence.sequence_id} is not under suspicion")
 
 
-def _halves(sequences: Sequence[SequenceState], max_tokens: int) -> list[SuspectGroup]:
-    middle = (len(sequences) + 1) // 2
-    parts = (list(sequences[:middle]), list(sequences[middle:]))
-    return [SuspectGroup(part, max_tokens) for part in parts if part]
+def _parts(sequences: Sequence[SequenceState], max_tokens: int, *, one_by_one: bool) -> list[SuspectGroup]:
+    size = 1 if one_by_one else (len(sequences) + 1) // 2
+    return [
+        SuspectGroup(list(sequences[first : first + size]), max_tokens)
+        for first in range(0, len(sequences), size or 1)
+    ]

@@ -44,8 +44,8 @@ def measure_start(
     """Start a server without CUDA graphs and stop it."""
     options = server_options(extent, tokenizer, {"enforce_eager": True, **further})
     server_cores, _ = split_cores()
-    log = folder / "server.log"
-    with server_process.running(str(shape.folder), options, cores=server_cores, log=log) as server:
+    log, port = folder / "server.log", server_process.free_port()
+    with server_process.running(str(shape.folder), options, cores=server_cores, log=log, port=port) as server:
         yield start_row(server, "eager")
 
 
@@ -63,10 +63,10 @@ def measure(
     """
     options = server_options(extent, tokenizer, further)
     server_cores, client_cores = split_cores()
-    log = folder / "server.log"
+    log, port = folder / "server.log", server_process.free_port()
     with (
         client_processes.running(extent.num_clients, client_cores) as clients,
-        server_process.running(str(shape.folder), options, cores=server_cores, log=log) as server,
+        server_process.running(str(shape.folder), options, cores=server_cores, log=log, port=port) as server,
     ):
         yield start_row(server, "eager" if options.get("enforce_eager") else "graphs")
         loads: Sequence[OnlineLoad] = of_shape(extent.online_loads, shape)

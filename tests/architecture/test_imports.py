@@ -24,7 +24,7 @@ TOP = [
     ["grammar"],
     ["gguf_config"],
     ["gguf_file"],
-    ["errors", "garbage", "allocator"],
+    ["errors", "garbage", "allocator", "futures"],
 ]
 LOOP = [
     ["engine"],
@@ -85,6 +85,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "gpu.completion",
         "http",
         "faults",
+        "futures",
         "serve",
         "__main__",
         "offline",

@@ -2,11 +2,8 @@
 
 import contextlib
 import os
-import re
-import signal
-import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,73 +11,51 @@ from typing import Any
 
 import httpx2 as httpx
 
+from loadtest import server_process
 from loadtest.metrics_page import samples
 
 START_LIMIT_S = 120.0
 COMMAND = (sys.executable, "-m", "asyncserve", "--device", "cpu")
 TINY = ("--num-threads", "1")
 """For tiny models: a second thread gains nothing, and on a busy machine each of their steps waits for it."""
-_READY = re.compile(r"ready on (\S+) after")
 
 
 class ServerProcess:
     """`python -m asyncserve` with its log, listening on a free port, on the CPU wherever it runs."""
 
     def __init__(self, model: Path | str, *options: str, environ: Mapping[str, str] | None = None) -> None:
-        self._lines: list[str] = []
-        self._ready = threading.Event()
-        self.url = ""
-        self._process = subprocess.Popen(
+        self._folder = tempfile.TemporaryDirectory()
+        self._server = server_process.ServerProcess(
             [*COMMAND, str(model), "--host", "127.0.0.1", "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environ or {})},
+            log=Path(self._folder.name) / "log",
+            environment={**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environ or {})},
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.append(line)
-            if found := _READY.search(line):
-                self.url = found.group(1)
-                self._ready.set()
-        self._ready.set()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._server.process.pid
+
+    @property
+    def url(self) -> str:
+        return self._server.url
 
     @property
     def log(self) -> str:
-        return "".join(self._lines)
+        return self._server.log.read_text(errors="replace")
 
     def wait_ready(self) -> "ServerProcess":
-        assert self._ready.wait(START_LIMIT_S), f"not ready in {START_LIMIT_S} s:\n{self.log}"
-        assert self.url, f"the server ended before it was ready:\n{self.log}"
+        self._server.wait_ready(START_LIMIT_S)
         return self
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        self._server.process.send_signal(number)
 
     def wait(self, timeout_s: float = 30.0) -> int:
-        status = self._process.wait(timeout_s)
-        self._reader.join(5)
-        return status
+        return self._server.process.wait(timeout_s)
 
     def stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(30)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._reader.join(5)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._server.stop()
+        self._folder.cleanup()
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30)

@@ -25,6 +25,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+FILE_OPTIONS = (
+    "--api-key-file",
+    "--chat-template",
+    "--model",
+    "--ssl-certfile",
+    "--trace-steps",
+    "--uds",
+)
 OPTIONS = (*TINY, "--served-model-name", "tiny", "--kv-cache-memory-bytes", "32MiB")
 
 
@@ -160,6 +168,29 @@ def test_a_bad_start_ends_with_one_clear_message(model: Path, arguments: list[st
     assert done.returncode in (1, 2)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_option_that_names_no_file_is_a_wrong_option(model: Path, tmp_path: Path) -> None:
+    nowhere, folder = str(tmp_path / "nowhere" / "x"), str(tmp_path)
+    cases = [
+        *((option, nowhere) for option in FILE_OPTIONS),
+        ("--uds", folder),
+    ]
+    command = [*COMMAND, "--port", "0"]
+    started = [
+        subprocess.Popen(
+            [*command, *([] if option == "--model" else ["--model", str(model)]), option, path],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for option, path in cases
+    ]
+    for (option, path), process in zip(cases, started, strict=True):
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 2, (option, said)
+        assert said.splitlines()[-1].startswith("asyncserve: error: ")
+        assert path in said.splitlines()[-1]
+        assert "Traceback" not in said
 
 
 def test_an_unknown_architecture_names_the_known_ones(model: Path, tmp_path: Path) -> None:

@@ -150,6 +150,6 @@ def test_files_that_cannot_be_used_are_named_before_anything_is_loaded(
 ) -> None:
     process = run_batch(Path("/no/such/model"), *options)
     _, log = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert message in log
     assert b"Traceback" not in log

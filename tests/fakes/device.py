@@ -63,6 +63,9 @@ class FakeDevice:
     def activate(self) -> None:
         """Do nothing."""
 
+    def note_loaded(self) -> None:
+        """Do nothing."""
+
     def memory(self) -> MemoryInfo:
         """Return what the test said."""
         return self._memory

@@ -114,7 +114,10 @@ async def test_a_step_that_lacked_memory_says_so() -> None:
 
 
 async def _on_a_gpu(
-    error: Exception | None, gate: threading.Event, entered: threading.Event | None = None
+    error: Exception | None,
+    gate: threading.Event,
+    entered: threading.Event | None = None,
+    left_behind_after_s: float = 60.0,
 ) -> tuple[ThreadExecutor, PlanWriter]:
     """Return a started executor of a fake GPU, whose step 0 waits at the gate and then may raise."""
 
@@ -130,7 +133,7 @@ async def _on_a_gpu(
 
     executor = ThreadExecutor(
         lambda: small_runner(num_slots=2, device=FakeDevice(), runner_class=GpuRunner),
-        left_behind_after_s=0.05,
+        left_behind_after_s=left_behind_after_s,
     )
     return executor, PlanWriter(await executor.start())
 
@@ -168,7 +171,7 @@ async def test_a_gpu_whose_context_a_step_spoils_after_its_launch_is_left_to_the
 
 async def test_a_gpu_that_does_not_answer_is_left_to_the_next_process() -> None:
     gate, entered = threading.Event(), threading.Event()
-    executor, writer = await _on_a_gpu(None, gate, entered)
+    executor, writer = await _on_a_gpu(None, gate, entered, left_behind_after_s=0.05)
     step = executor.submit(writer.admit(0))
     await asyncio.to_thread(entered.wait)
     with pytest.raises(DeviceLost, match="does not answer"):
@@ -273,6 +276,44 @@ async def test_graphs_are_captured_while_no_step_waits_and_every_step_is_answere
     assert order == ["capture"] * 3 + ["step"] * 2
 
 
+@pytest.mark.parametrize("is_sticky", [False, True])
+async def test_a_graph_that_cannot_be_captured_is_no_end_of_the_device_unless_it_is(
+    is_sticky: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever raised beside the capture itself ended the thread."""
+    tried = threading.Event()
+
+    class CapturingRunner(ModelRunner):
+        num_left = 3
+
+        @property
+        def graphs_pending(self) -> int:
+            return self.num_left
+
+        def capture_next(self) -> None:
+            tried.set()
+            raise RuntimeError("CUDA error: an illegal memory access" if is_sticky else "no room for inputs")
+
+        def give_up_capturing(self) -> None:
+            self.num_left = 0
+
+    executor = ThreadExecutor(lambda: small_runner(num_slots=2, runner_class=CapturingRunner))
+    writer = PlanWriter(await executor.start())
+    await asyncio.to_thread(tried.wait)
+    if is_sticky:
+        with pytest.raises(DeviceLost, match="capturing a graph lost the device"):
+            await executor.submit(writer.admit(0))
+        num_left, CapturingRunner.num_left = CapturingRunner.num_left, 0
+        await executor.restart()
+        CapturingRunner.num_left = num_left
+        writer.reopen()
+    assert len((await executor.submit(writer.admit(0))).token_ids) == 1
+    assert executor.graphs_pending == 0
+    await executor.stop()
+    assert ("a graph could not be captured" in caplog.text) is not is_sticky
+    assert "the device thread has ended" not in caplog.text
+
+
 async def test_a_step_that_waits_goes_before_the_capture_of_a_graph() -> None:
     order: list[str] = []
 
@@ -354,7 +395,7 @@ async def test_start_that_nobody_awaits_any_more_still_lets_the_executor_stop() 
 
 @pytest.mark.parametrize("end", ["orderly", "by an error"])
 async def test_nothing_of_the_last_opening_is_held_when_the_device_is_opened_anew(end: str) -> None:
-    models: list[weakref.ref[AttentionModel]] = []
+    things: list[weakref.ref[object]] = []
     num_alive: list[int] = []
 
     class EndingRunner(ModelRunner):
@@ -364,10 +405,11 @@ async def test_nothing_of_the_last_opening_is_held_when_the_device_is_opened_ane
             return super().run(plan)
 
     def start() -> tuple[ModelRunner, ExecutorInfo]:
-        num_alive.append(sum(model() is not None for model in models))
+        num_alive.append(sum(thing() is not None for thing in things))
         model = AttentionModel({})
-        models.append(weakref.ref(model))
-        return small_runner(num_slots=2, model=model, runner_class=EndingRunner)
+        runner, info = small_runner(num_slots=2, model=model, runner_class=EndingRunner)
+        things.extend(map(weakref.ref, (model, runner, runner._kv_cache)))
+        return runner, info
 
     executor = ThreadExecutor(start)
     writer = PlanWriter(await executor.start())

@@ -1,4 +1,7 @@
 import json
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,7 @@ from asyncserve.gpu.startup import (
 )
 from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow
 from asyncserve.step import StepPlan
+from tests.architecture.sources import ROOT
 from tests.fakes.attention_model import AttentionModel, small_runner
 from tests.fakes.device import FakeDevice
 from tests.fakes.plan_driver import PlanDriver
@@ -71,6 +75,34 @@ def cut(num_full: int, num_windows: int, *, max_model_len: int = 131072) -> list
     layer_ids = [layer_id for group in groups for layer_id in group.layer_ids]
     assert sorted(layer_ids) == list(range(num_full + num_windows))
     return [("full" if group.spec == SPEC else "window", len(group.layer_ids)) for group in groups]
+
+
+OPENED_THRICE = """
+import gc, os, pathlib, sys
+from asyncserve.allocator import share_one_heap
+from asyncserve.checkpoint import open_checkpoint
+from asyncserve.gpu.startup import start_runner
+
+share_one_heap()
+checkpoint = open_checkpoint(sys.argv[1])
+for _ in range(3):
+    runner, _ = start_runner(checkpoint, device="cpu", num_threads=1, kv_cache_memory_bytes=192 << 20)
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    print(pages * os.sysconf("SC_PAGE_SIZE"))
+    del runner
+    gc.collect()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_device_that_is_opened_anew_takes_no_more_memory_than_before(tmp_path: Path) -> None:
+    """The cache lay in what the last one had freed, so that all its pages were zeroed, hence resident."""
+    folder = tiny_llama_folder(tmp_path)
+    command = [sys.executable, "-c", OPENED_THRICE, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    first, *later = map(int, done.stdout.split())
+    assert max(later) - first < 48 * MIB
 
 
 def test_layers_that_keep_the_same_share_a_group() -> None:

@@ -56,7 +56,7 @@ async def test_connections_beyond_the_bound_are_told_so_and_closed_and_others_go
             error = json.loads(await reader.readexactly(int(headers["content-length"])))["error"]
             assert await reader.read() == b""
             writer.close()
-            assert (status, headers["connection"]) == (503, "close")
+            assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "5")
             assert (error["type"], error["code"]) == ("server_error", "too_many_connections")
             assert "at most 2 connections" in error["message"]
         assert bound.num_refused == 2
@@ -95,10 +95,12 @@ async def test_a_connection_without_a_request_is_closed_after_its_time() -> None
         silent, writer = await live.raw(b"")
         assert await silent.read() == b"", "one that never sent anything"
         writer.close()
-        reader, writer = await live.raw(http_request("/live", method="GET"))
-        await read_head(reader)
-        await reader.read()
-        writer.close()
+        answer = b""
+        while not answer:  # on a slow machine its time may be over before the request is read
+            reader, writer = await live.raw(http_request("/live", method="GET"))
+            answer = await reader.read()
+            writer.close()
+        assert answer.startswith(b"HTTP/1.1 200")
         half, writer = await live.raw(b"POST /v1/completions HTTP/1.1\r\nHost:")
         await half.read()
         writer.close()

@@ -46,6 +46,13 @@ def test_retry_after_is_whole_seconds_and_at_least_one(seconds: float, header: s
     assert response_to(errors.Overloaded("m", retry_after_s=seconds)).headers["Retry-After"] == header
 
 
+@pytest.mark.parametrize("error", [errors.NotReady("m"), errors.EngineStopped("m"), errors.DeviceLost("m")])
+def test_who_is_told_that_the_server_is_not_there_is_told_when_to_come_back(error: Exception) -> None:
+    response = response_to(error)
+    assert (response.status, response.headers["Retry-After"]) == (503, "5")
+    assert "Retry-After" not in response_to(errors.StepFailed("m", step_id=3)).headers
+
+
 def test_allow_header_is_kept() -> None:
     response = response_to(web.HTTPMethodNotAllowed("GET", ["POST"]))
     assert response.headers["Allow"] == "POST"

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from loadtest import html_report
+from loadtest import html_report, pareto
 from loadtest.comparison import compare
+from loadtest.results import points
 from tests.loadtest.records import paced, record, row
 from tests.loadtest.test_results import VERSION_1
 
@@ -111,6 +112,17 @@ def test_a_sweep_is_drawn_by_load_and_two_files_side_by_side() -> None:
     assert "fast: p99" in two
     assert "slow: each load" in two
     assert "one: " not in one
+
+
+def test_a_sweep_says_first_what_it_has_shown() -> None:
+    rows = sweep()
+    summary = html_report.page({"one": rows}, title="t").partition('<section id="summary">')[2]
+    lines = [f"<li>{line}</li>" for line in pareto.conclusions(points(rows))]
+    assert summary.partition("<table")[0].count("<li>") == len(lines) == 2
+    assert all(line in summary for line in lines)
+    assert "<li>one: most" in html_report.page({"one": rows, "two": rows}, title="t")
+    alone = html_report.page({"": [paced(20)]}, title="t")
+    assert "most output" not in alone
 
 
 def test_loads_without_a_pace_are_named_where_they_would_be_drawn() -> None:

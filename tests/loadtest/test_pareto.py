@@ -71,6 +71,23 @@ def test_the_table_has_a_row_for_every_point_or_says_why_not() -> None:
     assert "no answer of two tokens" in table[5]
 
 
+def test_what_a_sweep_has_shown_is_said_in_a_sentence_each() -> None:
+    limits = {"tpot": 30.0}
+    rows = [
+        paced(tpot_ms, num_requests=users, concurrency=users, limits_ms=limits)
+        for users, tpot_ms in ((1, 10), (2, 20), (4, 40), (8, 20))
+    ]
+    assert pareto.conclusions(points(rows)) == [
+        "most output tokens/s: 293.3, at 8 requests at once",
+        "99% of requests keep the limits (TPOT 30 ms) up to 2 requests at once",
+    ]
+    assert "at none of these loads" in pareto.conclusions(points(rows[2:3]))[1]
+    assert pareto.conclusions(points([paced(10, rate=2.5)])) == [
+        "most output tokens/s: 220.0, at 2.5 requests/s"
+    ]
+    assert pareto.conclusions(points([row([record(error="boom")], concurrency=8)])) == []
+
+
 def test_a_line_joins_loads_that_differ_only_in_how_many_come_when() -> None:
     rows = [
         paced(10, concurrency=1, num_requests=5),

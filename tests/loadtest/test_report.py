@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.report import Distribution, latencies_ms, plot, summarize, to_table
+from loadtest.report import Distribution, by_kind, latencies_ms, plot, summarize, to_table
 from tests.loadtest.records import record
 
 
@@ -44,6 +44,17 @@ def test_failures_count_for_nothing_but_themselves() -> None:
     assert report.total_throughput == pytest.approx(15.5)
     assert report.request_throughput == pytest.approx(0.5)
     assert report.latencies["ttft"].count == 1
+
+
+def test_messages_that_differ_in_numbers_alone_are_told_as_one() -> None:
+    records = [record(error=f"token {number} is above 319") for number in (320, 321, 321, 4000)]
+    records += [record(error="boom")] * 2
+    report = summarize(records, duration_s=1.0)
+    assert by_kind(report.failures) == [("token 321 is above 319", 4, 3), ("boom", 2, 1)]
+    table = to_table(report)
+    assert "4 x token 321 is above 319 (and the like: 3 messages)" in table
+    assert "2 x boom\n" in table
+    assert "nan" not in table
 
 
 def test_answers_of_another_length_are_counted_where_the_server_counts() -> None:

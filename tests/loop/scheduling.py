@@ -4,7 +4,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from asyncserve.errors import StepFailed
+from asyncserve.errors import DeviceLost, StepFailed
 from asyncserve.loop.scheduler import Scheduler, StepDeltas
 from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import (
@@ -69,7 +69,10 @@ class Bench:
         """Sequence id → the position whose computing lets every step fail."""
         self.trials: list[set[int]] = []
         """Whose steps were tried alone after a failure, in order."""
+        self.loses_device = False
+        """Whether a culprit lets the device be lost, instead of a step fail."""
         self.num_failed_steps = 0
+        self.num_losses = 0
         self._holders: dict[int, int] = {}  # slot → sequence id
         self._sequence_ids: dict[int, dict[int, int]] = {}  # step → sequence → positions computed by then
         self.now_s = 0.0
@@ -156,7 +159,7 @@ class Bench:
         """Run the oldest step and apply what it gave, or let it fail if a culprit is in it."""
         lens = self._sequence_ids[self.in_flight[0].step_id]
         if any(lens.get(culprit, -1) > position for culprit, position in self.culprits.items()):
-            return self.fail(kind)
+            return self.lose_device() if self.loses_device else self.fail(kind)
         return self.apply()
 
     def apply_output(self, output: StepOutput) -> list[TokenDelta]:
@@ -176,13 +179,19 @@ class Bench:
             assert self.sequence_ids(plan) == {delta.sequence_id}, "only what fails alone ends"
         return deltas
 
-    def lose_device(self) -> None:
-        """Let the device forget everything, and open it anew."""
+    def lose_device(self, *, by_step: bool = True) -> list[TokenDelta]:
+        """Let the device forget everything, by the oldest step or by itself, and open it anew."""
+        oldest = self.in_flight[0] if self.in_flight and by_step else None
         self.in_flight.clear()
-        self.scheduler.lose_device()
-        self.scheduler.check()
+        self.num_losses += 1
+        deltas = self._deliver(self.scheduler.lose_device(DeviceLost("gone") if oldest else None))
+        for delta in deltas:
+            assert isinstance(delta.error, StepFailed)
+            assert oldest is not None
+            assert self.sequence_ids(oldest) == {delta.sequence_id}, "only what loses it alone ends"
         self.runner = self.runner.reopened()
         self.rules = self.rules.reopened()
+        return deltas
 
     def step(self) -> tuple[StepPlan, list[TokenDelta]]:
         """Plan, run and apply one step, with none ahead."""

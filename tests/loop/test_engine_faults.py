@@ -113,7 +113,7 @@ async def test_a_step_that_hangs_counts_as_a_lost_device() -> None:
         await b.until(lambda: bool(sink.outputs))
         b.executor.hold()
         assert (await sink.wait()).choice().token_ids == expected(3)
-        assert b.executor.num_restarts == 1
+        assert b.executor.num_restarts >= 1, "and a machine that stands still may make it more"
 
 
 async def test_without_a_limit_a_step_may_take_as_long_as_it_likes() -> None:
@@ -239,7 +239,7 @@ def faulty(**steps: Trigger) -> FaultyExecutor:
 )
 async def test_injected_faults_change_no_answer(steps: Any) -> None:
     await undisturbed(
-        range(3, 15, 2), executor=faulty(**steps), settles=False, step_timeout_s=0.1, max_device_restarts=3
+        range(3, 15, 2), executor=faulty(**steps), settles=False, step_timeout_s=0.1, max_device_restarts=100
     )
 
 
@@ -258,6 +258,34 @@ async def test_an_injected_culprit_ends_alone(kind: str) -> None:
                 assert answer.finish_reason is FinishReason.ERROR
             else:
                 assert answer.token_ids == expected(first, 20)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": ("lose_device", 0.0), "max_device_restarts": 3},
+        # A machine that stands still makes more of them.
+        {"executor": ("hang_step", 3600.0), "max_device_restarts": 100, "step_timeout_s": 0.2},
+    ],
+    ids=["lose", "hang"],
+)
+async def test_a_request_that_loses_the_device_ends_alone_and_costs_three_restarts(options: Any) -> None:
+    kind, delay_s = options["executor"]
+    executor = faulty(**{kind: Trigger(token_id=CULPRIT, delay_s=delay_s)})
+    async with bench(**{**options, "executor": executor}, settles=False) as b:
+        sinks = {first: send(b, first, max_tokens=20) for first in (3, CULPRIT, 7, 9, 11)}
+        for first, sink in sinks.items():
+            answer = (await sink.wait()).choice()
+            if first == CULPRIT:
+                assert answer.finish_reason is FinishReason.ERROR
+                assert isinstance(answer.error, StepFailed)
+                assert "computed alone, it lost the device again" in str(answer.error)
+            else:
+                assert answer.token_ids == expected(first, 20)
+        statistics = b.engine.statistics()
+        assert statistics.num_device_restarts >= 3
+        assert statistics.num_failed_sequences == 1
+        assert b.engine.is_accepting
 
 
 async def test_an_injected_fault_of_the_tokenizer_refuses_that_prompt_alone() -> None:

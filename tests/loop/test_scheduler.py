@@ -472,6 +472,20 @@ def test_statistics_count_prompt_tokens_looked_up_and_found() -> None:
 # Log-probabilities
 
 
+def test_who_wants_logprobs_does_not_make_the_tokens_of_others_more_than_tokens() -> None:
+    bench = Bench()
+    for number in range(4):
+        bench.add(prompt(5, 50 * number), max_tokens=8, num_logprobs=1 if number == 1 else None)
+    bench.step()
+    bench.must_plan()
+    given = bench.scheduler.apply(bench.runner.run(bench.in_flight.popleft()), 0.0)
+    assert [each.sequence_id for each in given.sequences] == [0, 2, 3]
+    assert list(given.token_ids) == [expected(prompt(5, 50 * number), 2)[1] for number in (0, 2, 3)]
+    (delta,) = given.deltas
+    assert delta.token_ids == (expected(prompt(5, 50), 2)[1],)
+    assert delta.logprobs == (fake_logprobs(delta.token_ids[0], 1, VOCAB),)
+
+
 def test_prompt_logprobs_of_all_chunks_come_once_with_the_first_token() -> None:
     bench = Bench(fake_info(max_num_batched_tokens=6))
     ids = prompt(15)

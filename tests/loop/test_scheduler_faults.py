@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from asyncserve.errors import StepFailed, StepOutOfMemory
 from asyncserve.loop.scheduler import FAILED_ALONE_LIMIT
+from asyncserve.loop.sequence import SequenceState
 from asyncserve.loop.step_limit import STEPS_KEPT_SMALL
+from asyncserve.observer import RequestTimeline
 from asyncserve.request import FinishReason
 from asyncserve.step import StepPlan
 from tests.fakes.executor import fake_continuation, fake_info
@@ -327,7 +329,7 @@ def test_after_a_lost_device_everybody_goes_on_from_the_known_tokens() -> None:
     bench.step()
     bench.must_plan()
     bench.must_plan()
-    bench.lose_device()
+    bench.lose_device(by_step=False)
     statistics = bench.statistics()
     assert (statistics.num_running, statistics.num_blocks_used, statistics.num_blocks_cached) == (0, 0, 0)
     assert statistics.num_replayed_sequences == 4
@@ -338,6 +340,81 @@ def test_after_a_lost_device_everybody_goes_on_from_the_known_tokens() -> None:
     for sequence_id in range(4):
         assert bench.tokens_of(sequence_id) == expected(prompt(5, sequence_id), 8)
     assert bench.tokens_of(waiting) == expected(prompt(5, 99), 3)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("num_sequences", [1, 2, 9, 32])
+def test_who_loses_the_device_whenever_it_is_computed_ends_after_three_losses_and_nobody_else(
+    num_sequences: int, ahead: bool
+) -> None:
+    for culprit in {0, num_sequences // 2, num_sequences - 1}:
+        bench = crowd(num_sequences, async_scheduling=ahead)
+        bench.loses_device = True
+        bench.culprits = {culprit: 7}
+        waiting = bench.add(prompt(5, 99), max_tokens=3)
+        bench.run()
+        for sequence_id in range(num_sequences):
+            is_culprit = sequence_id == culprit
+            reason = FinishReason.ERROR if is_culprit else FinishReason.LENGTH
+            assert bench.received[sequence_id].finish_reason is reason
+            assert bench.tokens_of(sequence_id) == expected(prompt(5, sequence_id), 3 if is_culprit else 8)
+        assert bench.tokens_of(waiting) == expected(prompt(5, 99), 3)
+        assert bench.num_losses <= 3
+        assert bench.statistics().num_failed_sequences == 1
+
+
+def test_a_device_that_is_lost_once_costs_nobody_anything_but_a_step_of_its_own() -> None:
+    bench = crowd(3)
+    bench.step()
+    bench.must_plan()
+    bench.must_plan()
+    assert bench.lose_device() == []
+    tried = []
+    for _ in range(3):
+        plan, _ = bench.step()
+        tried.append(bench.sequence_ids(plan))
+    assert tried == [{0}, {1}, {2}]
+    bench.run()
+    for sequence_id in range(3):
+        assert bench.tokens_of(sequence_id) == expected(prompt(5, sequence_id), 8)
+
+
+def test_a_half_of_suspects_that_loses_the_device_is_tried_one_by_one_before_the_others() -> None:
+    bench = crowd(4)
+    bench.step()
+    bench.must_plan()
+    bench.fail()
+    assert bench.sequence_ids(bench.must_plan()) == {0, 1}
+    bench.lose_device()
+    tried = []
+    for _ in range(3):
+        plan, _ = bench.step()
+        tried.append(bench.sequence_ids(plan))
+    assert tried == [{0}, {1}, {2, 3}]
+    bench.run()
+
+
+def test_who_runs_gives_way_to_suspects_that_find_no_room() -> None:
+    """Nobody is admitted before they have been tried: they waited until somebody who ran had ended."""
+    info = fake_info(num_slots=4, num_blocks=13, block_len=4, max_model_len=32, max_num_batched_tokens=64)
+    bench = Bench(info, enable_prefix_caching=False)
+    suspect = bench.add(prompt(14), max_tokens=8)
+    bench.step()
+    bench.must_plan()
+    for first in (50, 100):
+        bench.add(prompt(14, first), max_tokens=8)
+    bench.must_plan()
+    bench.fail()
+    # What suspects had shared they may need for themselves now: somebody takes as much as that.
+    other = SequenceState(bench.tokenized[suspect], RequestTimeline(arrived_s=0.0), (9, 9), 1)
+    bench.apply()
+    allocator = bench.scheduler._allocator
+    assert allocator.take(other, allocator.match_prefix(other), 0)
+    plan = bench.scheduler.plan(0.0)
+    assert plan is not None
+    assert [each.token_ids[0] for each in plan.admitted] == [prompt(14)[0]]
+    statistics = bench.statistics()
+    assert (statistics.num_retried_steps, statistics.num_preemptions, statistics.num_running) == (1, 1, 2)
 
 
 def test_what_was_aborted_or_paused_when_the_device_was_lost_stays_so() -> None:
@@ -360,7 +437,7 @@ def test_suspects_are_suspects_still_when_the_device_was_lost_over_them() -> Non
     bench.must_plan()
     bench.fail()
     bench.must_plan()
-    bench.lose_device()
+    bench.lose_device(by_step=False)
     plan, _ = bench.step()
     assert bench.sequence_ids(plan) == {0, 1}
     bench.run()
@@ -405,9 +482,19 @@ class Faults(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         culprit_at=st.one_of(st.none(), st.none(), st.integers(0, 30)),
         scored=st.booleans(),
+        loses_device=st.booleans(),
     )
-    def add(self, first: int, num_tokens: int, max_tokens: int, culprit_at: int | None, scored: bool) -> None:
+    def add(
+        self,
+        first: int,
+        num_tokens: int,
+        max_tokens: int,
+        culprit_at: int | None,
+        scored: bool,
+        loses_device: bool,
+    ) -> None:
         assert self.bench is not None
+        self.bench.loses_device = loses_device
         sequence_id = self.bench.add(
             prompt(num_tokens, first), max_tokens=max_tokens, num_prompt_logprobs=1 if scored else None
         )
@@ -434,10 +521,11 @@ class Faults(RuleBasedStateMachine):
             self.bench.culprits.setdefault(delta.sequence_id, 0)  # it has failed alone
 
     @precondition(lambda self: self.bench is not None)
-    @rule()
-    def lose(self) -> None:
+    @rule(by_step=st.booleans())
+    def lose(self, by_step: bool) -> None:
         assert self.bench is not None
-        self.bench.lose_device()
+        for delta in self.bench.lose_device(by_step=by_step):
+            self.bench.culprits.setdefault(delta.sequence_id, 0)  # it has lost the device alone
 
     @precondition(lambda self: self.bench is not None and self.bench.received)
     @rule(data=st.data(), what=st.sampled_from(["abort", "pause", "resume"]))

@@ -26,7 +26,7 @@ ERRORS: Mapping[int, str] = {
     431: "There are too many headers, or they are too long.",
     429: "The queue is full: try again after `Retry-After` seconds.",
     500: "A bug here, or a step that failed on the device.",
-    503: "The server is loading, draining or has failed.",
+    503: "The server is loading, draining or has failed: try again after `Retry-After` seconds.",
     504: "The answer was not complete in the time allowed for it.",
 }
 """Every status of an error, with its meaning."""
