@@ -60,7 +60,7 @@ class Shape:
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
             head_dim=config["head_dim"],
-            has_qk_norm=config["model_type"] == "qwen3",  # no field says so
+            has_qk_norm=config["model_type"] in ("qwen3", "gemma3_text"),  # no field says so
             vocab_size=config["vocab_size"],
         )
 

@@ -32,6 +32,24 @@ def test_a_folder_gives_its_configurations_as_they_stand(tmp_path: Path) -> None
     assert checkpoint.architecture == "Qwen3ForCausalLM"
 
 
+def test_of_a_model_of_several_parts_the_language_models_configuration_is_taken(tmp_path: Path) -> None:
+    parts = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {"model_type": "gemma3_text", "hidden_size": 32, "eos_token_id": None},
+        "vision_config": {"hidden_size": 8},
+    }
+    checkpoint = open_checkpoint(str(_folder(tmp_path, config__json=parts, a__safetensors=b"x")))
+    assert checkpoint.architecture == "Gemma3ForConditionalGeneration"
+    config = checkpoint.config
+    assert (config["model_type"], config["hidden_size"], config["eos_token_id"]) == (
+        "gemma3_text",
+        32,
+        [1, 106],
+    )
+
+
 def test_generation_config_may_be_missing(tmp_path: Path) -> None:
     folder = _folder(tmp_path, config__json=_CONFIG, a__safetensors=b"x")
     assert open_checkpoint(str(folder)).generation_config == {}

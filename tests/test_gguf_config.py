@@ -202,6 +202,41 @@ def test_every_token_that_the_file_says_ends_an_answer_is_an_eos(tmp_path: Path)
     assert gguf_generation_config(bare) == {}
 
 
+def test_gemma_3_has_what_the_family_has_in_common_and_a_file_need_not_say(tmp_path: Path) -> None:
+    config = _config(
+        tmp_path, "gemma3", attention__key_length=32, attention__sliding_window=512, rope__freq_base=1e6
+    )
+    expected = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert "final_logit_softcapping" not in config
+
+
+def test_gemma_3_has_what_its_file_says(tmp_path: Path) -> None:
+    config = _config(
+        tmp_path,
+        "gemma3",
+        block_count=62,
+        attention__sliding_window_pattern=[True, False],
+        rope__freq_base_swa=5000.0,
+        final_logit_softcapping=30.0,
+    )
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    assert (config["rope_local_base_freq"], config["final_logit_softcapping"]) == (5000.0, 30.0)
+    # The one size whose scores are scaled by hidden size over heads.
+    assert config["query_pre_attn_scalar"] == 168
+    assert _config(tmp_path, "gemma3", attention__sliding_window_pattern=2)["sliding_window_pattern"] == 2
+
+
 @pytest.mark.parametrize("value", [1e-5, 1e-6, 0.1, 500000.0, 32.0, 1234.5])
 def test_float32_noise_is_removed(value: float) -> None:
     assert shortest_decimal(float(np.float32(value))) == pytest.approx(value, rel=1e-9)

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 _MIB = 1024 * 1024
 _CPU_KV_BYTES = 768 * _MIB
 _DEFAULT_CONTEXT_LEN = 2048
+_GEMMA3_CONTEXT_LEN = 131072
 """For a configuration that does not say what the model was trained for."""
 
 _NODES_BYTES = 2 * _MIB
@@ -271,13 +272,16 @@ def context_len(config: Mapping[str, Any]) -> int:
         CheckpointError: The configuration states no possible length.
     """
     max_len = config.get("max_position_embeddings")
+    is_gemma3 = str(config.get("model_type", "")).startswith("gemma3")
+    if max_len is None and is_gemma3:
+        return _GEMMA3_CONTEXT_LEN
     if max_len is None:
         return _DEFAULT_CONTEXT_LEN
     if not isinstance(max_len, int) or max_len < 2:
         raise CheckpointError(
             f"max_position_embeddings is {max_len!r}; a context holds a token of prompt and one of output"
         )
-    if str(config.get("model_type", "")).startswith("gemma3"):
+    if is_gemma3:
         # It states the stretched length, whatever the scaling.
         return int(max_len)
     rope = read_rope_parameters(config)

@@ -175,7 +175,7 @@ def _read_gguf(checkpoint: Checkpoint, *, progress: bool) -> Generator[tuple[str
             bar.update(stored.size)
 
 
-def gguf_to_hf_name(name: str, architecture: str = "llama") -> str:
+def gguf_to_hf_name(name: str, architecture: str) -> str:
     """Translate a tensor's name; one without a counterpart comes back as it is."""
     layer = _GGUF_LAYER.fullmatch(name)
     names = {**_GGUF_LAYER_NAMES, **_GGUF_LAYER_NAMES_OF.get(architecture, {})}

@@ -1,7 +1,10 @@
 """Tiny random models: a Hugging Face folder written in the test, so that nothing is downloaded."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def tiny_llama_config(**overrides: Any) -> dict[str, Any]:
@@ -33,12 +36,25 @@ def tiny_llama_folder(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
         seed: Of the weights.
         overrides: LlamaConfig fields to change.
     """
+    from transformers import LlamaConfig
+
+    return tiny_folder(folder, LlamaConfig(**tiny_llama_config(**overrides)), seed=seed)
+
+
+def tiny_folder(folder: Path, config: "PreTrainedConfig", *, seed: int = 0) -> Path:
+    """Write `config.json` and `model.safetensors` (fp32) of a random model into `folder` and return it.
+
+    Args:
+        folder: Created if it does not exist.
+        config: Of the model.
+        seed: Of the weights.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**tiny_llama_config(**overrides), dtype=torch.float32))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     return folder

@@ -254,6 +254,15 @@ def test_default_context_is_cut_to_the_pool_and_an_asked_one_is_not() -> None:
             131072,
         ),
         ({}, 2048),
+        (
+            {
+                "model_type": "gemma3_text",
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            131072,
+        ),
+        ({"model_type": "gemma3_text"}, 131072),
     ],
 )
 def test_context_length_is_what_the_configuration_means(config: dict[str, Any], expected: int) -> None:

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -24,6 +26,24 @@ def test_logits_are_products_with_the_rows_of_the_matrix(is_tied: bool, dtype: t
     given = torch.empty(3, 50, dtype=dtype)
     assert head.forward(hidden, out=given) is given
     assert torch.equal(given, after)
+
+
+def test_the_scale_of_vectors_is_rounded_to_their_dtype_first() -> None:
+    embedding = Embedding(3, 4, dtype=torch.bfloat16, scale=55.4256)
+    embedding.weight.data.copy_(torch.tensor([1.0, 3.0, -2.0]).bfloat16()[:, None].expand(3, 4))
+    assert embedding.forward(torch.tensor([0, 1, 2]))[:, 0].tolist() == [55.5, 166.0, -111.0]
+
+
+def test_logits_may_be_capped() -> None:
+    head = OutputHead(3, 2, dtype=torch.float32, tied_to=None, softcap=2.0)
+    assert head.weight is not None
+    head.weight.data.copy_(torch.tensor([[1.0, 0.0], [100.0, 0.0], [0.0, -4.0]]))
+    head.finish_loading()
+    hidden, out = torch.tensor([[1.0, 1.0]]), torch.empty(1, 3)
+    expected = torch.tensor([[2 * math.tanh(0.5), 2.0, -2 * math.tanh(2.0)]])
+    torch.testing.assert_close(head.forward(hidden), expected)
+    assert head.forward(hidden, out=out) is out
+    torch.testing.assert_close(out, expected)
 
 
 def test_a_tied_head_has_no_parameter_of_its_own_and_leaves_the_table_for_look_ups() -> None:

@@ -7,7 +7,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from asyncserve.errors import CheckpointError
-from asyncserve.gpu.layers.rotary import Rotary, read_rope_parameters, rope_frequencies, rotate
+from asyncserve.gpu.layers.rotary import (
+    Rotary,
+    read_rope_parameters,
+    rope_frequencies,
+    rope_of_layer_type,
+    rotate,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -138,3 +144,39 @@ def test_it_survives_birth_on_the_meta_device() -> None:
 def test_parameters_of_the_wrong_kind_are_named(config: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_rope_parameters(config)
+
+
+BOTH = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0},
+    "sliding_attention": {"rope_theta": 3.0},
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_parameters": BOTH},
+        {
+            "rope_theta": 5.0,
+            "rope_local_base_freq": 3.0,
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+        },
+        {
+            "rope_local_base_freq": 3.0,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0},
+        },
+    ],
+)
+def test_a_type_of_layer_has_its_own_base_and_full_attention_the_scaling(config: dict[str, Any]) -> None:
+    whole, local = (
+        read_rope_parameters(rope_of_layer_type(config, layer_type))
+        for layer_type in ("full_attention", "sliding_attention")
+    )
+    assert (whole["rope_type"], whole["factor"], whole["rope_theta"]) == ("linear", 2.0, 5.0)
+    assert (local["rope_type"], local["rope_theta"]) == ("default", 3.0)
+
+
+@pytest.mark.parametrize("parameters", ["x", {"full_attention": 3}])
+def test_rope_parameters_of_a_type_must_be_an_object(parameters: object) -> None:
+    with pytest.raises(CheckpointError, match="must be an object"):
+        rope_of_layer_type({"rope_parameters": parameters}, "full_attention")

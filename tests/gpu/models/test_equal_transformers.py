@@ -220,10 +220,11 @@ def test_other_spellings_of_gemma_3_give_the_same_logits(spelling: str) -> None:
     )
 
 
-def test_gpt_oss_without_rope_parameters_has_the_familys() -> None:
+def test_gpt_oss_without_rope_parameters_and_layer_types_has_the_familys() -> None:
     reference = reference_model(GptOssConfig(**GPT_OSS))
     config = config_dict(reference)
     assert config.pop("rope_parameters")["rope_type"] == "yarn"
+    assert config.pop("layer_types")[:2] == ["sliding_attention", "full_attention"]
     model = build_model(config, reference.state_dict().items())
     torch.testing.assert_close(
         PagedRun(model).step({0: PROMPT})[0], reference_logits(reference, PROMPT), atol=TOLERANCE, rtol=0
