@@ -41,6 +41,8 @@ class Shape:
     head_dim: int = 16
     block_len: int = 4
     window_len: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
     dtype: str = "float32"
     cache_dtype: str | None = None
     num_layers: int = 2
@@ -120,6 +122,7 @@ class Simulation:
             ]
             token += length
         for layer_id in range(shape.num_layers):
+            sinks = torch.linspace(-2.0, 3.0, shape.num_heads, device=self.device)
             layer = AttentionLayer(
                 layer_id=layer_id,
                 num_heads=shape.num_heads,
@@ -127,6 +130,8 @@ class Simulation:
                 head_dim=shape.head_dim,
                 scale=0.3,
                 window_len=shape.window_len,
+                softcap=shape.softcap,
+                sinks=sinks if shape.has_sinks else None,
             )
             # Slices of a wider tensor, as a fused projection gives them: not contiguous.
             heads = [part[:, :, layer_id].to(self.device) for part in (q, k, v)]
@@ -237,6 +242,12 @@ class Simulation:
                     key = torch.stack([k[kv_head, layer.layer_id] for k, _ in seen]).double()
                     value = torch.stack([v[kv_head, layer.layer_id] for _, v in seen]).double()
                     scores = layer.scale * key @ q[token, head].double()
+                    if layer.softcap is not None:
+                        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+                    if layer.sinks is not None:
+                        # A position more, of which nothing is read.
+                        scores = torch.cat((scores, layer.sinks[head].cpu().double()[None]))
+                        value = torch.cat((value, torch.zeros_like(value[:1])))
                     heads.append(torch.softmax(scores, dim=0) @ value)
                 outputs.append(torch.cat(heads))
                 token += 1
@@ -345,6 +356,29 @@ class AttentionContract:
         simulation.step(rows)
         for _ in range(2):
             simulation.step([(sequence, 1) for sequence, _ in rows])
+
+    @pytest.mark.parametrize("window_len", [None, 3, 7])
+    @pytest.mark.parametrize(
+        ("softcap", "has_sinks"), [(0.5, False), (None, True), (0.5, True)], ids=["cap", "sinks", "both"]
+    )
+    def test_capped_scores_and_sinks_in_rows_of_every_kind(
+        self, softcap: float | None, has_sinks: bool, window_len: int | None
+    ) -> None:
+        simulation = self.simulate(Shape(softcap=softcap, has_sinks=has_sinks, window_len=window_len))
+        first, second, third = (simulation.add_sequence() for _ in range(3))
+        simulation.step([(first, 6), (second, 11)])
+        simulation.step([(first, 1), (third, 2), (second, 3)])
+        simulation.step([(first, 1), (second, 1), (third, 1)])
+        simulation.step([(second, 1), (first, 4)])
+        simulation.step([(third, 1)])
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_capped_scores_and_sinks_in_sixteen_bits(self, dtype: str) -> None:
+        shape = Shape(num_heads=8, softcap=2.0, has_sinks=True, window_len=5, dtype=dtype)
+        simulation = self.simulate(shape)
+        first, second = simulation.add_sequence(), simulation.add_sequence()
+        simulation.step([(first, 9), (second, 4)])
+        simulation.step([(second, 1), (first, 1)])
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_every_dtype_within_its_tolerance(self, dtype: str) -> None:

@@ -159,7 +159,7 @@ class CPUAttention:
         k = self._gather("k", keys, group.page_rows).view(shape).to(q.dtype)
         v = self._gather("v", values, group.page_rows).view(shape).to(q.dtype)
         q = q.reshape(num_rows * layer.num_kv_heads, group_len, layer.head_dim)
-        if num_rows == 1:
+        if num_rows == 1 and layer.is_plain:
             first = 0 if layer.window_len is None else max(0, group.longest - layer.window_len)
             seen = slice(first, group.longest)
             k, v = k[None, :, seen], v[None, :, seen]
@@ -168,8 +168,16 @@ class CPUAttention:
         if mask is None:
             mask = _decode_mask(layer, group, q.dtype)
             group.masks[layer.window_len, q.dtype, group_len] = mask
-        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=layer.scale)
+        if layer.softcap is None:
+            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=layer.scale)
+        else:
+            scores = _softcapped(torch.bmm(q, k.transpose(1, 2)).mul_(layer.scale), layer.softcap).add_(mask)
         out = torch.bmm(torch.softmax(scores, -1), v)
+        if layer.sinks is not None:
+            sinks = layer.sinks.view(1, layer.num_kv_heads, group_len, 1)
+            out *= _left_by_sinks(scores.view(num_rows, layer.num_kv_heads, group_len, -1), sinks).view(
+                -1, group_len, 1
+            )
         return out.view(num_rows, layer.num_heads * layer.head_dim)
 
     def _gather(self, name: str, cache: torch.Tensor, page_rows: torch.Tensor) -> torch.Tensor:
@@ -297,6 +305,8 @@ def _prefill(
         keys = k[:, first:last].transpose(1, 2)
         # beta=0: the first argument is not read, it only gives the result its dtype.
         scores = torch.baddbmm(after[:1, :1], tile, keys, beta=0, alpha=layer.scale)
+        if layer.softcap is not None:
+            _softcapped(scores, layer.softcap)
         by_query = scores.view(num_kv_heads, group_len, num_queries, last - first)
         # Only the tile's own keys, which are the last ones, come after some of its queries …
         by_query[..., -num_queries:] += after[:num_queries, :num_queries]
@@ -308,7 +318,28 @@ def _prefill(
             if num_cut > 0:
                 by_query[:, :, num_whole:, :num_cut] += after[:num_cut, :num_cut].T
         attended = torch.bmm(torch.softmax(scores, -1), v[:, first:last])
+        if layer.sinks is not None:
+            sinks = layer.sinks.view(num_kv_heads, group_len, 1, 1)
+            attended *= _left_by_sinks(by_query, sinks).view(num_kv_heads, -1, 1)
         out[begin:end] = attended.view(num_kv_heads, group_len, -1, head_dim).permute(2, 0, 1, 3)
+
+
+def _softcapped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return `cap * tanh(scores / cap)`, in place of the scores, which are not masked yet."""
+    return scores.div_(cap).tanh_().mul_(cap)
+
+
+def _left_by_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the share of the probability that the sinks leave to the positions.
+
+    Args:
+        scores: `[…, positions]`, masked.
+        sinks: `[…, 1] float32`, broadcasts to the scores.
+
+    Returns:
+        `[…, 1]` in the dtype of the scores: e^a / (e^a + e^sink), where e^a is the sum over the positions.
+    """
+    return torch.sigmoid(scores.float().logsumexp(-1, keepdim=True) - sinks).to(scores.dtype)
 
 
 @functools.cache
