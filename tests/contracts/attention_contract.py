@@ -26,7 +26,7 @@ from asyncserve.gpu.attention.interface import (
 )
 from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.kv_spec import FullAttention, KVGroup
+from asyncserve.kv_spec import FullAttention, KVGroup, SlidingWindow
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Largest absolute error on outputs of magnitude about 1, by dtype of q, k and v."""
@@ -47,6 +47,8 @@ class Shape:
     cache_dtype: str | None = None
     num_layers: int = 2
     num_groups: int = 1
+    frees_passed_blocks: bool = False
+    """Whether the window's groups keep no more than they must: what it has passed is given to others."""
 
 
 class Simulation:
@@ -63,6 +65,10 @@ class Simulation:
             head_dim=shape.head_dim,
             dtype=shape.cache_dtype or shape.dtype,
         )
+        if shape.frees_passed_blocks:
+            assert shape.window_len is not None
+            fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+            spec = SlidingWindow(**fields, window_len=shape.window_len)
         self.num_blocks = 128
         self.groups = tuple(
             KVGroup(
@@ -95,6 +101,8 @@ class Simulation:
         """Run one step of (sequence, num_tokens) rows in every layer and compare with the oracle."""
         shape = self.shape
         starts = [len(self.history[sequence]) for sequence, _ in rows]
+        for sequence, start in zip((sequence for sequence, _ in rows), starts, strict=True):
+            self._give_away_passed_blocks(sequence, start)
         batch = self.batch(rows, starts)
         planned = self.backend.plan(batch, self.kv_cache)
         attention = StepAttention(self.backend, batch, self.kv_cache, planned)
@@ -137,6 +145,14 @@ class Simulation:
 
             if isinstance(self.backend, RotatingBackend):
                 self._check_projected(layer, torch.cat(heads, 1), out, batch)
+
+    def _give_away_passed_blocks(self, sequence: int, start: int) -> None:
+        """Let others write NaN into what the windows have passed; the sequence's tables do not tell."""
+        for group, table in zip(self.groups, self.tables[sequence], strict=True):
+            passed = torch.tensor(table[: group.spec.num_unseen(start)], dtype=torch.int64)
+            for layer_id in group.layer_ids:
+                for tensor in (self.kv_cache.keys[layer_id], self.kv_cache.values[layer_id]):
+                    tensor[passed.to(self.device)] = torch.nan
 
     def _check_projected(
         self, layer: AttentionLayer, heads: torch.Tensor, expected: torch.Tensor, batch: Batch
@@ -323,6 +339,23 @@ class AttentionContract:
         simulation.step([(first, 5), (second, 3)])
         simulation.step([(first, 1), (second, 1)])
         simulation.step([(second, 1), (first, 4)])
+
+    @pytest.mark.parametrize("window_len", [1, 6, 21])
+    def test_what_a_window_has_passed_may_be_anybodys(self, window_len: int) -> None:
+        simulation = self.simulate(Shape(window_len=window_len, frees_passed_blocks=True))
+        first, second, third = (simulation.add_sequence() for _ in range(3))
+        simulation.step([(first, 26), (second, 11)])
+        simulation.step([(second, 1), (third, 2), (first, 5)])
+        simulation.step([(first, 1), (third, 1), (second, 1)])
+        simulation.step([(first, 1), (second, 9), (third, 18)])
+        simulation.step([(third, 1)])
+
+    def test_rows_of_unequal_length_are_of_equal_length_in_a_window(self) -> None:
+        simulation = self.simulate(Shape(window_len=9, frees_passed_blocks=True))
+        rows = [(simulation.add_sequence(), length) for length in (40, 3, 12)]
+        simulation.step(rows)
+        for _ in range(2):
+            simulation.step([(sequence, 1) for sequence, _ in rows])
 
     @pytest.mark.parametrize("window_len", [None, 3, 7])
     @pytest.mark.parametrize(

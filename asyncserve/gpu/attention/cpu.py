@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncserve.gpu.attention.interface import AttentionLayer
-from asyncserve.gpu.attention.row_groups import similar_rows
+from asyncserve.gpu.attention.row_groups import passed_pages, similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import FullAttention, KVSpec, RecurrentState
@@ -46,7 +46,7 @@ class _DecodeGroup:
     Args:
         rows: `[num] int64`, which rows of the step; None if they are the first `num`, in order.
         num_rows: How many.
-        longest: Tokens of the longest row.
+        longest: Tokens of the longest row; in all lengths, pages that a window has passed do not count.
         page_rows: `[num * num_kv_heads * num_pages] int64` into the cache seen as rows of pages.
         seq_lens: `[num] int32`.
         padded_len: Positions of the longest row's pages.
@@ -70,7 +70,7 @@ class _Prefill:
     Args:
         begin: Its first token in the step.
         num_tokens: How many.
-        start: Its first token's position: how many are cached.
+        start: How many cached positions are before its first token, but for what a window has passed.
         page_rows: `[num_kv_heads * num_pages] int64`; None without a cached beginning.
     """
 
@@ -212,7 +212,14 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
         return (blocks.unsqueeze(-2) * num_kv_heads + heads[:, None]).reshape(-1)
 
     num_decode = batch.num_decode_rows
-    seq_lens = batch.seq_lens_host
+    passed = passed_pages(batch, spec)
+    seq_lens, device_lens = batch.seq_lens_host, batch.seq_lens
+    if any(passed):
+        # As if the sequences began with the first page that is seen.
+        seq_lens = tuple(seq_len - pages * block_len for seq_len, pages in zip(seq_lens, passed, strict=True))
+        device_lens = torch.tensor(seq_lens, dtype=torch.int32)
+        columns = torch.tensor(passed)[:, None] + torch.arange(block_table.shape[1])
+        block_table = block_table.gather(1, columns.clamp_(max=block_table.shape[1] - 1))
     num_pages = [-(-seq_len // block_len) for seq_len in seq_lens]
     decodes = []
     most_pages = _MOST_GATHERED // (num_kv_heads * block_len * spec.head_dim)
@@ -220,10 +227,10 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
         pages = max(num_pages[row] for row in rows)
         if len(rows) == num_decode:
             picked = None
-            table, lens = block_table[:num_decode, :pages], batch.seq_lens[:num_decode]
+            table, lens = block_table[:num_decode, :pages], device_lens[:num_decode]
         else:
             picked = torch.tensor(rows)
-            table, lens = block_table[picked, :pages], batch.seq_lens[picked]
+            table, lens = block_table[picked, :pages], device_lens[picked]
         decodes.append(
             _DecodeGroup(
                 rows=picked,

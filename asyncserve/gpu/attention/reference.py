@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from asyncserve.gpu.attention.interface import AttentionLayer
-from asyncserve.gpu.attention.row_groups import similar_rows
+from asyncserve.gpu.attention.row_groups import passed_pages, similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.kv_spec import DTYPE_BYTES, FullAttention, KVSpec, RecurrentState
+from asyncserve.kv_spec import DTYPE_BYTES, FullAttention, KVSpec, RecurrentState, SlidingWindow
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +49,8 @@ class _Prefill:
     Args:
         begin: Its first token in the step.
         end: One past its last.
-        seq_len: Tokens of the sequence once the step is done; `seq_len - (end - begin)` are cached.
+        seq_len: Tokens of the sequence once the step is done, but for pages that a window has passed;
+            `seq_len - (end - begin)` are cached.
         page_rows: `[num_kv_heads, num_blocks] int64` into the cache as rows of pages; None without a
             cached beginning.
         masks: window_len to `[end - begin, seq_len] bool`, True where attended; made when first asked, and
@@ -148,7 +149,20 @@ class ReferenceAttention:
         heads = torch.arange(num_kv_heads, device=block_table.device)
 
         num_decode = batch.num_decode_rows
-        seq_lens = batch.seq_lens_host
+        passed = passed_pages(batch, spec)
+        seq_lens, device_lens = batch.seq_lens_host, batch.seq_lens
+        if any(passed):
+            # As if the sequences began with the first page that is seen. Made of what is on the device
+            # already, or the host would wait for the step before.
+            assert isinstance(spec, SlidingWindow)
+            query_lens = batch.query_start[1:] - batch.query_start[:-1]
+            first = (device_lens - query_lens - (spec.window_len - 1)).clamp_(min=0) // block_len
+            columns = first[:, None] + torch.arange(block_table.shape[1], device=block_table.device)
+            block_table = block_table.gather(1, columns.clamp_(max=block_table.shape[1] - 1))
+            device_lens = device_lens - first * block_len
+            seq_lens = tuple(
+                seq_len - pages * block_len for seq_len, pages in zip(seq_lens, passed, strict=True)
+            )
         num_pages = [-(-seq_len // block_len) for seq_len in seq_lens]
         page_bytes = num_kv_heads * block_len * spec.head_dim * DTYPE_BYTES[spec.dtype]
         groups = similar_rows(
@@ -166,9 +180,9 @@ class ReferenceAttention:
         for rows, picked in zip(groups, picks, strict=True):
             pages = max(num_pages[row] for row in rows)
             if picked is None:
-                table, lens = block_table[:num_decode, :pages], batch.seq_lens[:num_decode]
+                table, lens = block_table[:num_decode, :pages], device_lens[:num_decode]
             else:
-                table, lens = block_table[picked, :pages], batch.seq_lens[picked]
+                table, lens = block_table[picked, :pages], device_lens[picked]
             decodes.append(
                 _DecodeGroup(
                     rows=picked,
