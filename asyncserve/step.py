@@ -229,7 +229,11 @@ class ExecutorInfo:
         vocab_size: Rows of the output matrix; every token id is below it.
         max_num_batched_tokens: Token budget of one step.
         max_unapplied: Steps that may be submitted and not yet applied: 2 is one step ahead.
-        num_host_blocks: Blocks of the host's memory that blocks of the pool can be stored in; 0 for none.
+        num_host_blocks: Blocks of the host's memory that blocks of the pool can be stored in, block 0 (never
+            given out) included; 0 for none.
+        num_swap_blocks: Of those, how many preempted sequences may hold. What is left, and what they do not
+            use, is for cached blocks that are evicted from the pool.
+        host_block_s: Seconds that a block takes to the host and back, as measured when it started.
         device_name: For people.
     """
 
@@ -240,6 +244,8 @@ class ExecutorInfo:
     max_num_batched_tokens: int
     max_unapplied: int = 2
     num_host_blocks: int = 0
+    num_swap_blocks: int = 0
+    host_block_s: float = 0.0
     device_name: str = ""
 
 
