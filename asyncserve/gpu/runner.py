@@ -330,7 +330,7 @@ class ModelRunner:
             unclean = table.take_unclean(plan.sequences)
             if unclean:
                 (block_ids,) = self._staging.upload([np.array(unclean, dtype=np.int64)])
-                self._kv_cache.zero_blocks(table.group_id, block_ids)
+                self._kv_cache.zero_blocks(block_ids)
         if plan.block_loads:
             # Not before a block is zeroed: of one that is loaded the rest may be left unwritten, too.
             self._require_host_blocks().load(plan.block_loads)

@@ -108,6 +108,15 @@ def test_more_than_the_swap_space_is_not_swapped() -> None:
     tier.check()
 
 
+def test_cached_blocks_count_once_a_swapped_sequence_holds_them() -> None:
+    tier = make_tier(num_swap_blocks=3)
+    digests = [b"a", b"b", b"c", b"d"]
+    for device_block, digest in enumerate(digests, start=1):
+        tier.keep_evicted(device_block, digest, 0)
+    assert not tier.swap_out(1, [[BlockToSwap(9, digest) for digest in digests], []], 8)
+    assert tier.swap_out(1, [[BlockToSwap(9, digest) for digest in digests[1:]], []], 8)
+
+
 def test_what_is_cheaper_to_compute_is_not_swapped() -> None:
     cost = SwapCost(block_s=1.0)
     tier = make_tier(cost=cost)
