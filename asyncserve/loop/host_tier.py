@@ -13,12 +13,14 @@ Why a host block holds what it is said to:
   (`lose_transfers`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncserve.errors import InvariantError
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.swap_cost import SwapCost
+from asyncserve.observer import EngineStatistics
 from asyncserve.step import BlockTransfer, StepPlan
 
 
@@ -53,6 +55,25 @@ class BlockToSwap(NamedTuple):
     digest: bytes | None
 
 
+@dataclass(slots=True)
+class HostCounts:
+    """What was done so far; it outlives a tier, which is lost with its device.
+
+    Args:
+        num_stored_blocks: That plans were to store.
+        num_loaded_blocks: That plans were to load.
+        num_swaps: Times a preempted sequence's blocks were kept.
+        num_looked_up: Tokens of admitted sequences that were not cached on the device.
+        num_found: Of those, tokens cached on the host.
+    """
+
+    num_stored_blocks: int = 0
+    num_loaded_blocks: int = 0
+    num_swaps: int = 0
+    num_looked_up: int = 0
+    num_found: int = 0
+
+
 class HostTier:
     """Gives out host blocks.
 
@@ -61,30 +82,21 @@ class HostTier:
         num_swap_blocks: How many swapped sequences may hold.
         num_groups: KV groups.
         cost: Says what is worth swapping.
-
-    Attributes:
-        num_stored_blocks: Blocks that plans were to store, so far.
-        num_loaded_blocks: Blocks that plans were to load, so far.
-        num_swaps: Times a preempted sequence was swapped and not dropped, so far.
+        counts: Kept up to date.
     """
 
-    def __init__(self, *, num_blocks: int, num_swap_blocks: int, num_groups: int, cost: SwapCost) -> None:
+    def __init__(
+        self, *, num_blocks: int, num_swap_blocks: int, num_groups: int, cost: SwapCost, counts: HostCounts
+    ) -> None:
         self._pool = KVBlockPool(num_blocks, num_groups)
         self._num_swap_blocks = num_swap_blocks
         self._keeps_evicted = num_swap_blocks < num_blocks - 1
         self._cost = cost
+        self._counts = counts
         self._swapped: dict[int, SwappedSequence] = {}
         # Of the plan in the making; by host block, for what is stored last in one is what it holds.
         self._stores: dict[int, int] = {}
         self._loads: list[BlockTransfer] = []
-        self.num_stored_blocks = 0
-        self.num_loaded_blocks = 0
-        self.num_swaps = 0
-
-    @property
-    def num_usable(self) -> int:
-        """Host blocks that can be given out at all."""
-        return self._pool.num_usable
 
     @property
     def num_used(self) -> int:
@@ -97,9 +109,22 @@ class HostTier:
         return self._pool.num_cached
 
     @property
-    def num_swapped(self) -> int:
+    def swapped_ids(self) -> Collection[int]:
         """Sequences that wait with their blocks on the host."""
-        return len(self._swapped)
+        return self._swapped.keys()
+
+    def fill_statistics(self, statistics: EngineStatistics, bytes_per_block: int) -> None:
+        """Write this part of the engine's state."""
+        counts = self._counts
+        statistics.num_host_blocks = self._pool.num_usable
+        statistics.num_host_blocks_used = self.num_used
+        statistics.num_host_blocks_cached = self.num_cached
+        statistics.num_swapped = len(self._swapped)
+        statistics.num_swaps = counts.num_swaps
+        statistics.host_stored_bytes = counts.num_stored_blocks * bytes_per_block
+        statistics.host_loaded_bytes = counts.num_loaded_blocks * bytes_per_block
+        statistics.host_cache_queries = counts.num_looked_up
+        statistics.host_cache_hits = counts.num_found
 
     # Cached prefixes
 
@@ -126,6 +151,11 @@ class HostTier:
     def load(self, host_block: int, device_block: int) -> None:
         """Let the next plan fill a new device block; the host block must be held, by `hold`."""
         self._loads.append(BlockTransfer(device_block, host_block))
+
+    def note_lookup(self, num_looked_up: int, num_found: int) -> None:
+        """Count tokens that the device had not cached, and those of them that are loaded from here."""
+        self._counts.num_looked_up += num_looked_up
+        self._counts.num_found += num_found
 
     def hold(self, host_block: int) -> None:
         """Keep a host block that was found until the next plan is made, so that it can be loaded."""
@@ -168,7 +198,7 @@ class HostTier:
             for group_id, table in enumerate(tables)
         ]
         self._swapped[sequence_id] = SwappedSequence(kept, num_tokens)
-        self.num_swaps += 1
+        self._counts.num_swaps += 1
         return True
 
     def _keep(self, block: BlockToSwap, group_id: int, host_block: int | None) -> SwappedBlock:
@@ -200,8 +230,8 @@ class HostTier:
         self._stores.clear()
         self._loads.clear()
         self._pool.release([transfer.host_block for transfer in loads])
-        self.num_stored_blocks += len(stores)
-        self.num_loaded_blocks += len(loads)
+        self._counts.num_stored_blocks += len(stores)
+        self._counts.num_loaded_blocks += len(loads)
         return stores, loads
 
     def note_step(self, num_tokens: int, num_decodes: int, device_s: float) -> None:

@@ -40,12 +40,15 @@ from asyncserve.errors import (
     StepFailed,
     StepOutOfMemory,
 )
+from asyncserve.kv_spec import pool_bytes_per_block
+from asyncserve.loop.host_tier import HostCounts, HostTier
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.loop.sequence_limits import SequenceLimits
 from asyncserve.loop.step_limit import StepLimit
 from asyncserve.loop.suspects import Suspects
+from asyncserve.loop.swap_cost import SwapCost
 from asyncserve.loop.waiting import by_order, waiting_queue
 from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import FinishReason, TokenDelta, TokenizedRequest, TokenLogprobs
@@ -152,6 +155,9 @@ class Scheduler:
             self._prompt_share = min(self._budget, long_prefill_token_threshold)
         self._max_unapplied = info.max_unapplied if async_scheduling else 1
         self._enable_prefix_caching = enable_prefix_caching
+        self._host_tier: HostTier | None = None
+        self._host_counts = HostCounts()
+        self._swap_cost = SwapCost(info.host_block_s)
         self._allocator = self._make_allocator()
         self.limits = SequenceLimits(
             context_len=info.max_model_len,
@@ -353,6 +359,7 @@ class Scheduler:
             for sequence in entry.states:
                 self._release_if_unmentioned(sequence)
         self._num_failed_alone = 0
+        self._allocator.note_step(entry.plan, entry.num_decodes, output.device_s)
         if entry.is_trial:
             for sequence in entry.states:
                 if 0 < sequence.trial_len <= sequence.num_computed_tokens:
@@ -416,7 +423,9 @@ class Scheduler:
         """
         entry = self._take_oldest(step_id)
         self._num_failed_steps += 1
-        invalid: set[int] = set()
+        # With them go the blocks that were to be loaded, for whoever holds them.
+        lost = self._allocator.lose_transfers(each.plan for each in (entry, *self._in_flight))
+        invalid = set(lost)
         failed: list[SequenceState] = []
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             sequence.num_unseen_tokens -= scheduled.samples
@@ -429,8 +438,10 @@ class Scheduler:
                 sequence.trial_len = scheduled.start + scheduled.num_tokens
             if is_blamed:
                 failed.append(sequence)
-            self._set_back(sequence, scheduled.start)
-            invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
+            has_lost = bool(lost) and self._allocator.holds_any(sequence, lost, step_id)
+            start = 0 if has_lost else scheduled.start
+            self._set_back(sequence, start)
+            invalid |= self._allocator.invalidate(sequence, start, step_id)
         for later in self._in_flight:
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
                 if sequence.blocks_are_valid:
@@ -479,6 +490,8 @@ class Scheduler:
         statistics.num_blocks = self._allocator.num_usable
         statistics.num_blocks_used = self._allocator.num_used
         statistics.num_blocks_cached = self._allocator.num_cached
+        if self._host_tier is not None:
+            self._host_tier.fill_statistics(statistics, pool_bytes_per_block(self._info.kv_groups))
         statistics.num_unapplied_steps = len(self._in_flight)
         statistics.prefix_cache_queries = self._prefix_cache_queries
         statistics.prefix_cache_hits = self._prefix_cache_hits
@@ -571,6 +584,14 @@ class Scheduler:
             if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PAUSED):
                 continue
             _require(not any(sequence.block_table.block_ids), "a waiting sequence holds no blocks")
+        if self._host_tier is not None:
+            _require(
+                all(
+                    each in self._sequences and self._sequences[each].slot < 0
+                    for each in self._host_tier.swapped_ids
+                ),
+                "who is swapped waits or rests",
+            )
         self._allocator.check(holders)
 
     # Planning
@@ -714,7 +735,7 @@ class Scheduler:
                     break
                 continue
             matches = self._allocator.match_prefix(sequence)
-            num_remaining = len(sequence.token_ids) - self._allocator.matched_len(matches)
+            num_remaining = len(sequence.token_ids) - self._allocator.matched_len(sequence, matches)
             # Without chunked prefill only a preempted sequence, with its outputs, can exceed the budget: it
             # is computed in parts. A prompt waits, and lets nobody pass, until it fits beside decode steps.
             if not self._chunks_prefill and draft.budget_left < num_remaining <= self._step_limit.num_tokens:
@@ -820,12 +841,15 @@ class Scheduler:
                     self._prefilling.remove(sequence)
                     insort(self._decoding, sequence, key=by_order)
                     self._allocator.drop_unseen(sequence)
+        block_stores, block_loads = self._allocator.take_transfers()
         plan = StepPlan(
             step_id=draft.step_id,
             sequences=tuple(scheduled),
             admitted=tuple(draft.admitted),
             released_slots=tuple(self._released_slots),
             block_appends=tuple(draft.appends),
+            block_stores=block_stores,
+            block_loads=block_loads,
         )
         self._released_slots.clear()
         self._next_step_id += 1
@@ -911,11 +935,20 @@ class Scheduler:
         return []
 
     def _make_allocator(self) -> KVAllocator:
+        if self._info.num_host_blocks:
+            self._host_tier = HostTier(
+                num_blocks=self._info.num_host_blocks,
+                num_swap_blocks=self._info.num_swap_blocks,
+                num_groups=len(self._info.kv_groups),
+                cost=self._swap_cost,
+                counts=self._host_counts,
+            )
         return KVAllocator(
             self._info.kv_groups,
             enable_prefix_caching=self._enable_prefix_caching,
             chunk_len=self._prompt_share,
             max_unapplied=self._max_unapplied,
+            host_tier=self._host_tier,
         )
 
     def _end_with_bad_logits(self, sequence: SequenceState, step_id: int) -> TokenDelta:
@@ -930,6 +963,7 @@ class Scheduler:
         del self._sequences[sequence.sequence_id]
         sequence.note_end()
         self._paused.discard(sequence.sequence_id)
+        self._allocator.drop_swapped(sequence)
         if sequence.trial_len:
             self._suspects.clear(sequence)
         if sequence.status is SequenceStatus.RUNNING:
@@ -968,6 +1002,8 @@ class Scheduler:
             or sequence.last_step_id > self._last_applied_step_id
         ):
             return
+        if status is SequenceStatus.PREEMPTED:
+            self._allocator.swap_out(sequence)
         self._allocator.release(sequence)
         slot = sequence.slot
         self._slot_holders[slot] = None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncserve.errors import InvariantError
-from asyncserve.loop.host_tier import BlockToSwap, HostTier, SwappedBlock
+from asyncserve.loop.host_tier import BlockToSwap, HostCounts, HostTier, SwappedBlock
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.swap_cost import SwapCost
 from asyncserve.step import BlockTransfer, StepPlan
@@ -17,7 +17,11 @@ from asyncserve.step import BlockTransfer, StepPlan
 
 def make_tier(*, num_blocks: int = 7, num_swap_blocks: int = 3, cost: SwapCost | None = None) -> HostTier:
     return HostTier(
-        num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, num_groups=2, cost=cost or SwapCost(0.0)
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        num_groups=2,
+        cost=cost or SwapCost(0.0),
+        counts=HostCounts(),
     )
 
 
@@ -87,7 +91,7 @@ def test_a_swapped_sequence_keeps_all_its_blocks_and_stores_only_those_that_are_
         [SwappedBlock(1, b"x"), SwappedBlock(stores[0].host_block, None)],
         [None, SwappedBlock(stores[1].host_block, b"x")],
     ]
-    assert (tier.num_used, tier.num_swapped, tier.num_swaps) == (3, 1, 1)
+    assert (tier.num_used, len(tier.swapped_ids)) == (3, 1)
     # Others may not take its blocks.
     for device_block in range(10, 20):
         tier.keep_evicted(device_block, bytes([device_block]), 0)
@@ -95,7 +99,7 @@ def test_a_swapped_sequence_keeps_all_its_blocks_and_stores_only_those_that_are_
     tier.check()
     tier.drop(7)
     tier.drop(7)
-    assert (tier.num_used, tier.num_swapped) == (0, 0)
+    assert (tier.num_used, len(tier.swapped_ids)) == (0, 0)
     assert tier.find(b"x", 1) is not None
 
 

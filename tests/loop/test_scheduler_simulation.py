@@ -11,6 +11,16 @@ from tests.fakes.executor import fake_continuation, fake_info, fake_logprobs
 from tests.loop.scheduling import Bench
 
 VOCAB = 40
+COUNTED = (
+    "preemptions",
+    "cached",
+    "failed_steps",
+    "losses",
+    "aborts",
+    "pauses",
+    "swaps",
+    "host_hits",
+)
 
 
 def simulate(seed: int) -> dict[str, int]:
@@ -21,6 +31,9 @@ def simulate(seed: int) -> dict[str, int]:
     max_model_len = rng.choice([16, 24, 40])
     chunked = rng.random() < 0.7
     num_groups = rng.choice([1, 1, 2])
+    host = random.Random(f"host {seed}")
+    num_swap_blocks = host.choice([0, 0, 4, 16, 64])
+    num_host_blocks = num_swap_blocks + host.choice([0, 0, 3, 16, 64])
     info = fake_info(
         num_slots=rng.randint(1, 6),
         num_blocks=capacity // block_len * num_groups + 1,
@@ -30,6 +43,8 @@ def simulate(seed: int) -> dict[str, int]:
         max_num_batched_tokens=rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40]),
         max_unapplied=rng.choice([1, 2, 2, 3]),
         num_groups=num_groups,
+        num_host_blocks=num_host_blocks + 1 if num_host_blocks else 0,
+        num_swap_blocks=num_swap_blocks,
     )
     bench = Bench(
         info,
@@ -141,6 +156,8 @@ def simulate(seed: int) -> dict[str, int]:
         "losses": num_losses,
         "aborts": len(bench.aborted),
         "pauses": bench.statistics().num_pauses,
+        "swaps": bench.statistics().num_swaps,
+        "host_hits": bench.statistics().host_cache_hits,
     }
 
 
@@ -151,7 +168,7 @@ def test_random_life_gives_every_sequence_its_tokens_and_leaks_nothing(seed: int
 
 @pytest.mark.slow
 def test_many_random_lives_meet_everything_that_can_happen() -> None:
-    total = dict.fromkeys(("preemptions", "cached", "failed_steps", "losses", "aborts", "pauses"), 0)
+    total = dict.fromkeys(COUNTED, 0)
     for seed in range(1000, 1060):
         try:
             counts = simulate(seed)
