@@ -439,9 +439,8 @@ class Scheduler:
             if is_blamed:
                 failed.append(sequence)
             has_lost = bool(lost) and self._allocator.holds_any(sequence, lost, step_id)
-            start = 0 if has_lost else scheduled.start
-            self._set_back(sequence, start)
-            invalid |= self._allocator.invalidate(sequence, start, step_id)
+            self._set_back(sequence, 0 if has_lost else scheduled.start)
+            invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
         for later in self._in_flight:
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
                 if sequence.blocks_are_valid:

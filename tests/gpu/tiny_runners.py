@@ -180,7 +180,7 @@ def start_subject(
         subject: The way to run.
         num_slots: Most sequences at once.
         num_blocks: Of the KV cache.
-        num_host_blocks: Of the host's memory.
+        num_host_blocks: Of the host's memory; half of them for preempted sequences.
         captures: Whether all its graphs are captured now.
         change: Called with the model before anything is captured.
         runner_class: Of the runner.
@@ -214,6 +214,7 @@ def start_subject(
         vocab_size=VOCAB,
         max_num_batched_tokens=64,
         num_host_blocks=num_host_blocks,
+        num_swap_blocks=num_host_blocks // 2,
         device_name=device.name,
     )
     if captures:
