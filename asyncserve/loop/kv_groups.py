@@ -231,11 +231,9 @@ class KVAllocator:
         """Return how many times `block_len` leading tokens the cache could spare if all were there.
 
         At least one token is left to compute, because the next one is sampled from its logits. Prompt
-        tokens to be scored are computed, not looked up; and a swapped sequence has all it had computed.
+        tokens to be scored are computed, not looked up.
         """
         if not self.enable_prefix_caching or sequence.prompt_logprobs is not None:
-            return 0
-        if self._host_tier is not None and self._host_tier.swapped(sequence.sequence_id) is not None:
             return 0
         return (len(sequence.token_ids) - 1) // self.block_len
 

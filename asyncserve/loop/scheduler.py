@@ -423,9 +423,7 @@ class Scheduler:
         """
         entry = self._take_oldest(step_id)
         self._num_failed_steps += 1
-        # With them go the blocks that were to be loaded, for whoever holds them.
-        lost = self._allocator.lose_transfers(each.plan for each in (entry, *self._in_flight))
-        invalid = set(lost)
+        invalid = self._allocator.lose_transfers(each.plan for each in (entry, *self._in_flight))
         failed: list[SequenceState] = []
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             sequence.num_unseen_tokens -= scheduled.samples
@@ -438,8 +436,7 @@ class Scheduler:
                 sequence.trial_len = scheduled.start + scheduled.num_tokens
             if is_blamed:
                 failed.append(sequence)
-            has_lost = bool(lost) and self._allocator.holds_any(sequence, lost, step_id)
-            self._set_back(sequence, 0 if has_lost else scheduled.start)
+            self._set_back(sequence, scheduled.start)
             invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
         for later in self._in_flight:
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
