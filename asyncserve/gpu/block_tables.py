@@ -139,6 +139,29 @@ class BlockTable:
         """Take note that the device's tables of these rows are complete."""
         self._sent[slots] = self._lens[slots]
 
+    def inherit(
+        self, slots: Int64Array, parents: Int64Array, lens: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Let rows hold the full blocks of others in place of their own, all at once.
+
+        Args:
+            slots: `[num]`, the rows, distinct.
+            parents: `[num]`, slot of the row whose blocks each takes.
+            lens: `[num]`, positions computed of both.
+
+        Returns:
+            The blocks, `[num_partial]` each, whose content it takes and that it takes it with, of the rows
+            whose last block is not full.
+        """
+        full = lens // self.block_len
+        width = int(full.max()) + 1
+        taken, own = self._table[parents, :width], self._table[slots, :width]
+        is_full = np.arange(width) < full[:, None]
+        self._table[slots, :width] = np.where(is_full, taken, own)
+        is_partial = full * self.block_len < lens
+        rows, columns = is_partial.nonzero()[0], full[is_partial]
+        return taken[rows, columns].astype(np.int64), own[rows, columns].astype(np.int64)
+
     def slot_mapping(self, slots: Int64Array, positions: Int64Array) -> Int64Array:
         """Return `block_id * block_len + offset` of each (slot, position), `[num]`."""
         block_idx = positions // self.block_len

@@ -91,6 +91,16 @@ class KVCache:
         """
         self._storages[group_id].index_fill_(2, block_ids, 0)
 
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Give whole blocks the content of others, in every layer; as if all at once, so blocks may swap.
+
+        Args:
+            sources: `[num] int64`, block ids, on the cache's device.
+            targets: As `sources`, distinct.
+        """
+        for storage in self._storages:
+            storage.index_copy_(2, targets, storage.index_select(2, sources))
+
 
 def token_rows(slot_mapping: torch.Tensor, spec: KVSpec) -> torch.Tensor:
     """Return where tokens stand in a layer's K (or V) seen as rows of one head: `[…, head_dim]`.

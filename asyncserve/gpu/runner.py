@@ -27,6 +27,7 @@ from asyncserve.gpu.device import Device, Event
 from asyncserve.gpu.graphs import GraphPool, StepGraph
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.models.interface import Model
+from asyncserve.gpu.sampling.beams import ChosenBeams
 from asyncserve.gpu.sampling.sampler import Sampler
 from asyncserve.gpu.slots import SlotTable
 from asyncserve.gpu.staging import ResultRing, Staging
@@ -184,6 +185,7 @@ class ModelRunner:
         copies: Sequence[torch.Tensor] = ()
         sources: list[torch.Tensor] = []
         logprobs = None
+        beams: ChosenBeams | None = None
         is_plain = self._results is not None and self._sampler.is_plain(slots)
         if logits is not None and is_plain:
             truncates = self._sampler.truncates(slots)
@@ -196,9 +198,14 @@ class ModelRunner:
         elif logits is not None:
             positions = [position for _, position in sampled]
             chosen = self._sampler.sample(logits, slots, positions, self._slots)
+            beams = chosen.beams
+            if beams is not None:
+                self._inherit(beams, positions)
             self._slots.write(rows.write_back[: len(slots)], chosen.token_ids)
             self._sampler.record(slots, chosen.token_ids)
             sources.append(chosen.token_ids)
+            if beams is not None:
+                sources += (beams.pairs, beams.scores)
             logprobs = chosen.logprobs
         copied = end = self.device.record_event()
         if sources:
@@ -222,6 +229,7 @@ class ModelRunner:
                 token_ids=token_ids,
                 logprobs=dict(logprobs) if logprobs is not None else {},
                 prompt_logprobs=prompt_logprobs,
+                beams=beams.candidates(*copies[1:]) if beams is not None else {},
                 device_s=end.seconds_since(start),
                 launch_s=launched_s - began_s,
                 idle_s=idle_s,
@@ -251,6 +259,15 @@ class ModelRunner:
     def _choose(self, logits: torch.Tensor, rows: SampleRows, *, truncates: bool) -> None:
         assert self._results is not None
         self._sampler.choose(logits, rows, self._slots.history, self._results.memory, truncates=truncates)
+
+    def _inherit(self, beams: ChosenBeams, positions: Sequence[int]) -> None:
+        """Let rows of beam searches take the tokens and the KV of those they go on from."""
+        lens = np.array([positions[row] for row in beams.rows], np.int64)
+        slots = np.array(beams.slots, np.int64)
+        self._slots.inherit(beams.slot_ids, beams.parent_slots, int(lens.max()))
+        sources, targets = self._inputs.inherit(slots, beams.parent_slots, lens)
+        if len(sources):
+            self._kv_cache.copy_blocks(sources, targets)
 
     def _capture(self, size: StepSize) -> StepGraph:
         """Capture a step of padding, which writes nothing that belongs to a sequence."""

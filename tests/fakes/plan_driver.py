@@ -12,7 +12,15 @@ from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.grammar import Grammar
 from asyncserve.request import SamplingParams
-from asyncserve.step import BlockAppend, ExecutorInfo, ScheduledSequence, SlotAssignment, StepOutput, StepPlan
+from asyncserve.step import (
+    BeamAssignment,
+    BlockAppend,
+    ExecutorInfo,
+    ScheduledSequence,
+    SlotAssignment,
+    StepOutput,
+    StepPlan,
+)
 from tests.contracts.plan_rules import PlanRules
 
 
@@ -44,6 +52,9 @@ class PlanDriver:
         seed: int = 0,
         slot: int | None = None,
         grammar: Grammar | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        beam: BeamAssignment | None = None,
         **sampling: Any,
     ) -> int:
         """Let a sequence enter with the next plan; greedy unless told otherwise. Returns its slot."""
@@ -56,8 +67,10 @@ class PlanDriver:
                 prompt_len=len(token_ids) if prompt_len is None else prompt_len,
                 sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
                 seed=seed,
-                stop_token_ids=frozenset() if grammar is None else grammar.stop_token_ids,
+                stop_token_ids=stop_token_ids if grammar is None else grammar.stop_token_ids,
+                bad_words=bad_words,
                 grammar=grammar,
+                beam=beam,
             )
         )
         self.known_lens[slot] = self.assigned_lens[slot] = len(token_ids)
