@@ -29,6 +29,7 @@ Files in the order a request meets them:
 * kv_groups: blocks of all KV groups together: match a cached prefix, extend, release
 * kv_pool: the blocks of one group: reference counts, free list in eviction order, prefix index
 * prefix_hash: chained hash of a block's tokens
+* best_of: more continuations than are given, and the best of them
 * detokenizer: token ids to text, incrementally
 * stop_strings: where a stop string begins in text that still grows
 """

@@ -20,13 +20,10 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from asyncserve.errors import InvariantError
+from asyncserve.request import EarlyStopping
 from asyncserve.step import BeamCandidate
-
-EarlyStopping = bool | Literal["never"]
-"""When a search is over: see above."""
 
 
 def num_candidates(width: int, num_stop_tokens: int) -> int:

@@ -32,7 +32,7 @@ LOOP = [
     ["intake"],
     ["active_request"],
     ["scheduler", "restart_budget", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
-    ["deadlines", "start_rate", "step_limit", "sequence_limits", "beam_search"],
+    ["deadlines", "best_of", "start_rate", "step_limit", "sequence_limits", "beam_search"],
     ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema"],
     ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds"],
 ]

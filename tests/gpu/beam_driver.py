@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncserve.loop.beam_search import BeamSearch, EarlyStopping
+from asyncserve.loop.beam_search import BeamSearch
+from asyncserve.request import EarlyStopping
 from asyncserve.step import BeamAssignment
 from tests.fakes.plan_driver import PlanDriver
 

@@ -550,8 +550,6 @@ async def test_a_long_list_of_allowed_tokens_is_taken() -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"best_of": 2}, "n gives several"),
-        ({"use_beam_search": True}, "not implemented yet"),
         ({"suffix": "x"}, "fills no gaps"),
         ({"truncation_side": "right"}, "left"),
         ({"regex": "a"}, "structured_outputs.regex"),

@@ -9,7 +9,8 @@ from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, Pr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from asyncserve.errors import InvariantError
-from asyncserve.loop.beam_search import BeamSearch, EarlyStopping, num_candidates
+from asyncserve.loop.beam_search import BeamSearch, num_candidates
+from asyncserve.request import EarlyStopping
 from asyncserve.step import BeamCandidate
 
 VOCAB_SIZE = 24
