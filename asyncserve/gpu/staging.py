@@ -26,8 +26,8 @@ class Staging:
 
     Args:
         device: Where to.
-        depth: Copies that may be queued before an upload waits for the oldest. A step makes up to three
-            (admissions, blocks to zero, the batch) and two steps are in flight.
+        depth: Copies that may be queued before an upload waits for the oldest. A step makes up to four
+            (admissions, blocks to zero, the batch, blocks to copy) and two steps are in flight.
     """
 
     def __init__(self, device: Device, *, depth: int = 8) -> None:
