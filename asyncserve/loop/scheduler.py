@@ -441,9 +441,7 @@ class Scheduler:
         self._num_failed_steps += 1
         invalid: set[tuple[int, int]] = set()
         failed: list[SequenceState] = []
-        start = 0  # of the sequence itself, or of the one that it branches off from
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
-            start = scheduled.start if scheduled.num_tokens else start
             sequence.num_unseen_tokens -= scheduled.samples
             # Not those that an earlier failed step has set back, and that this one mentions nevertheless.
             is_blamed = sequence.accepts_output and sequence.sequence_id not in self._paused
@@ -454,20 +452,19 @@ class Scheduler:
                 sequence.trial_len = scheduled.start + scheduled.num_tokens
             if is_blamed:
                 failed.append(sequence)
-            self._set_back(sequence, start)
-            invalid |= self._allocator.invalidate(sequence, start)
+            self._set_back(sequence, scheduled.start)
+            invalid |= self._allocator.invalidate(sequence, scheduled.start)
         for later in self._in_flight:
             origin_is_valid = True
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
                 is_branch = not scheduled.num_tokens
-                start = start if is_branch else scheduled.start
                 if sequence.blocks_are_valid:
                     # What a branch copies, and the logits it samples from, are another's.
                     is_wrong = is_branch and not origin_is_valid
                     if is_wrong or self._allocator.holds_any(sequence, invalid):
                         self._set_back(sequence, 0)
                 if not sequence.blocks_are_valid:
-                    invalid |= self._allocator.invalidate(sequence, start)
+                    invalid |= self._allocator.invalidate(sequence, scheduled.start)
                 if not is_branch:
                     origin_is_valid = sequence.blocks_are_valid
         self._drop_ended()
@@ -714,7 +711,6 @@ class Scheduler:
                 draft.budget_left -= extra * cost
                 sequence.num_computed_tokens += extra
                 self._allocator.register(sequence)
-                self._branch_off(draft, sequence, now_s)
 
     def _token_cost(self, sequence: SequenceState) -> int:
         """Return what one token of a prompt takes of the budget."""
@@ -761,7 +757,6 @@ class Scheduler:
         draft.branches[leader] = branches
         for follower in branches:
             follower.leave_family()
-        leader.leave_family()
 
     def _admit_waiting(self, draft: _Draft, now_s: float) -> None:
         """Admit waiting sequences in order, as far as slots, blocks and budget go."""
@@ -900,7 +895,7 @@ class Scheduler:
                 sampling.append(branch)
                 branch.num_unseen_tokens += 1
                 insort(self._decoding, branch, key=by_order)
-            sequence.leave_family()  # in a trial nobody branches off
+            sequence.leave_family()  # those that found no room; in a trial, all of them
         plan = StepPlan(
             step_id=draft.step_id,
             sequences=tuple(scheduled),

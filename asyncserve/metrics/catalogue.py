@@ -196,8 +196,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     _histogram(
         "request_prefill_kv_computed_tokens",
         "tokens",
-        "Prompt tokens of a sequence that were computed, not found in the prefix cache nor shared with another"
-        " choice.",
+        "Prompt tokens of a sequence that were computed, not found in the prefix cache nor shared with"
+        " another choice.",
         LEN_BUCKETS,
     ),
     _histogram("request_generation_tokens", "tokens", "Tokens generated for a sequence.", LEN_BUCKETS),

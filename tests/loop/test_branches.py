@@ -106,6 +106,14 @@ def test_those_that_find_no_block_wait_for_some() -> None:
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_branches_leave_decode_steps_the_blocks_that_are_kept_for_them() -> None:
+    bench = Bench(fake_info(num_blocks=200, max_num_batched_tokens=999, max_model_len=900))
+    bench.add(prompt(195 * 4 - 1, 100), max_tokens=1)  # of 199 blocks, 1 is to be spared
+    bench.add_family(5, prompt(3), max_tokens=4)
+    assert len(branches(bench.must_plan())) == 2
+    bench.run()
+
+
 def test_branches_that_are_preempted_go_on_by_themselves(enable_prefix_caching: bool) -> None:
     bench = Bench(fake_info(num_blocks=9, max_model_len=28), enable_prefix_caching=enable_prefix_caching)
     bench.add_family(4, prompt(10), max_tokens=14)
@@ -184,6 +192,14 @@ def test_one_aborted_between_plan_and_output_leaves_the_others_what_they_share()
     bench.add(prompt(12, 100), max_tokens=6)
     bench.run()
     assert [bench.tokens_of(i) for i in (1, 2)] == [expected(prompt(10), 6)] * 2
+
+
+def test_one_that_comes_after_the_prompt_was_begun_computes_it_for_itself() -> None:
+    bench = Bench(fake_info(max_num_batched_tokens=6))
+    leader = bench.add(prompt(10))
+    bench.step()
+    bench.add(prompt(10), leader_id=leader)
+    assert not any(map(branches, bench.run()))
 
 
 def test_requests_that_happen_to_be_alike_are_no_branches() -> None:
