@@ -62,6 +62,8 @@ class EngineStatistics:
         num_blocks: Usable blocks of the pool.
         num_blocks_used: Blocks held by a sequence.
         num_blocks_cached: Free blocks whose content can still be reused.
+        num_blocks_saved: Blocks that would be held beyond those that are, if sequences shared none.
+        num_copied_blocks: Blocks that branches have got copies of, so far.
         num_unapplied_steps: Steps submitted and not applied.
         prefix_cache_queries: Prompt tokens looked up so far.
         prefix_cache_hits: Of those, tokens found.
@@ -87,6 +89,8 @@ class EngineStatistics:
     num_blocks: int = 0
     num_blocks_used: int = 0
     num_blocks_cached: int = 0
+    num_blocks_saved: int = 0
+    num_copied_blocks: int = 0
     num_unapplied_steps: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

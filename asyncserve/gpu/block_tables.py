@@ -81,7 +81,8 @@ class BlockTable:
             return unclean
         for slot, start, num_tokens, _ in sequences:
             first = self._first_unclean.pop(slot, None)
-            if first is not None:
+            # What a branch begins with is another's, or becomes a copy of it whole.
+            if first is not None and num_tokens:
                 first = max(first, (start + num_tokens) // self.block_len)
                 unclean.extend(self._table[slot, first : self._lens[slot]].tolist())
         return unclean

@@ -18,6 +18,10 @@ import torch
 from asyncserve.kv_spec import KVGroup, KVSpec
 
 _ALIGNMENT_BYTES = 64
+_COPY_BYTES = 64 * 1024 * 1024
+"""Most bytes of blocks that are on their way at once, unless those of one layer are more."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Dtypes that every device copies elements of so many bytes in, whatever they mean."""
 
 
 class KVCache:
@@ -98,8 +102,13 @@ class KVCache:
             sources: `[num] int64`, block ids, on the cache's device.
             targets: As `sources`, distinct.
         """
-        for storage in self._storages:
-            storage.index_copy_(2, targets, storage.index_select(2, sources))
+        for group, storage in zip(self.groups, self._storages, strict=True):
+            num_bytes = len(sources) * group.spec.bytes_per_block
+            bits = storage.view(_BITS[storage.element_size()])
+            num_layers = max(1, _COPY_BYTES // num_bytes)
+            for first in range(0, len(bits), num_layers):
+                layers = bits[first : first + num_layers]
+                layers.index_copy_(2, targets, layers.index_select(2, sources))
 
 
 def token_rows(slot_mapping: torch.Tensor, spec: KVSpec) -> torch.Tensor:

@@ -5,7 +5,7 @@ the changes to the persistent rows, and holds only what every request needs: a f
 plan and one call at a named point. Runs on the device thread. Knows no request, asyncio or text.
 
 Invariants:
-* rows change in plan order: releases, admissions, block appends, then the step;
+* rows change in plan order: releases, admissions, block appends, then the step, then block copies;
 * these changes are made even if the step then fails, so that the plans queued behind it stay valid;
 * a position is attended only after it was written since its block was handed out, unless the backend reads
   what is unwritten: then the block is zeroed first;
@@ -34,7 +34,7 @@ from asyncserve.gpu.staging import ResultRing, Staging
 from asyncserve.gpu.step_inputs import DeviceInputs, HostInputs, StepInputs, StepSize
 from asyncserve.kv_spec import KVGroup
 from asyncserve.request import TokenLogprobs
-from asyncserve.step import StepOutput, StepPlan, StepTimes
+from asyncserve.step import BlockCopy, StepOutput, StepPlan, StepTimes
 
 _PROMPT_LOGITS_BYTES = 32 * 1024 * 1024
 """Most bytes of float32 logits made at once when a prompt is scored."""
@@ -182,6 +182,9 @@ class ModelRunner:
             if slots:
                 logits = self._model.logits(hidden.index_select(0, batch.sample_tokens))
 
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
+
         copies: Sequence[torch.Tensor] = ()
         sources: list[torch.Tensor] = []
         logprobs = None
@@ -244,7 +247,7 @@ class ModelRunner:
             return None  # prompts are scored from the hidden states of every token
         num_rows, num_tokens = len(plan.sequences), plan.num_tokens
         num_long = next(
-            (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens > 1), 0
+            (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens != 1), 0
         )
         size = StepSize(num_rows=num_rows, num_tokens=num_tokens, num_long_rows=num_long)
         # A sequence that begins may share a block that the same step fills.
@@ -333,6 +336,10 @@ class ModelRunner:
                 (block_ids,) = self._staging.upload([np.array(unclean, dtype=np.int64)])
                 self._kv_cache.zero_blocks(table.group_id, block_ids)
         return was_running
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        sources, targets = self._staging.upload(list(np.array(copies, np.int64).T.copy()))
+        self._kv_cache.copy_blocks(sources, targets)
 
     def _score_prompts(
         self, plan: StepPlan, batch: Batch, hidden: torch.Tensor

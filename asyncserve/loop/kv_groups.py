@@ -13,6 +13,7 @@ from asyncserve.kv_spec import KVGroup
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
+from asyncserve.step import BlockCopy
 
 
 class FullAttentionManager:
@@ -87,6 +88,11 @@ class KVAllocator:
         return sum(manager.pool.num_cached for manager in self._managers)
 
     @property
+    def num_saved(self) -> int:
+        """Blocks that would be held beyond those that are, if sequences shared none."""
+        return sum(manager.pool.num_saved for manager in self._managers)
+
+    @property
     def has_free_blocks(self) -> bool:
         """Whether every group has a free block."""
         return all(manager.pool.num_free for manager in self._managers)
@@ -151,6 +157,38 @@ class KVAllocator:
         sequence.num_registered_blocks = len(matches[0])
         sequence.num_computed_tokens = len(matches[0]) * self.block_len
         return True
+
+    def fork(self, leader: SequenceState, branch: SequenceState, num_spare: int) -> list[BlockCopy] | None:
+        """Let a branch begin with all that is computed of the leader, whose known tokens it has.
+
+        It shares the leader's full blocks and has its own in place of the one that is not full, unless it is
+        certain to write nothing.
+
+        Args:
+            num_spare: Blocks of each group that must stay free.
+
+        Returns:
+            What is to be copied once the leader's tokens are computed; None, and no change, for lack of
+            blocks.
+        """
+        num_full, rest_len = divmod(leader.num_computed_tokens, self.block_len)
+        writes = len(branch.token_ids) + 1 < branch.max_len
+        num_own = int(rest_len > 0 and writes)
+        if any(num_own and manager.pool.num_free < num_own + num_spare for manager in self._managers):
+            return None
+        copies = []
+        for manager in self._managers:
+            block_ids = leader.block_table.block_ids[manager.group_id]
+            shared = block_ids[:num_full] if writes else block_ids
+            manager.pool.share(shared)
+            own = manager.pool.allocate(num_own)
+            copies += [BlockCopy(block_ids[num_full], block_id) for block_id in own]
+            branch.block_table.block_ids[manager.group_id].extend(shared + own)
+        branch.block_table.covered_len = leader.block_table.covered_len
+        branch.block_digests = leader.block_digests[:]
+        branch.num_registered_blocks = leader.num_registered_blocks
+        branch.num_computed_tokens = leader.num_computed_tokens
+        return copies
 
     def extend(self, sequence: SequenceState) -> list[int] | None:
         """Add one block in every group and return their ids by group; None, and no change, without any."""

@@ -41,6 +41,7 @@ class KVBlockPool:
         self._index: dict[bytes, KVBlock] = {}
         self._num_free = 0
         self._num_cached = 0
+        self._num_saved = 0
         for block in self._blocks[1:]:
             self._link_last(block)
 
@@ -58,6 +59,11 @@ class KVBlockPool:
     def num_cached(self) -> int:
         """Free blocks whose content can still be reused."""
         return self._num_cached
+
+    @property
+    def num_saved(self) -> int:
+        """Blocks that there would have to be more if nobody shared any."""
+        return self._num_saved
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Give out blocks in eviction order, each held once; their old content is forgotten."""
@@ -88,7 +94,16 @@ class KVBlockPool:
         block = self._blocks[block_id]
         if block.ref_count == 0:
             self._unlink(block)
+        else:
+            self._num_saved += 1
         block.ref_count += 1
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks, each held by somebody already, once more."""
+        blocks = self._blocks
+        for block_id in block_ids:
+            blocks[block_id].ref_count += 1
+        self._num_saved += len(block_ids)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one hold of each block of a sequence, listed from its beginning to its end.
@@ -108,6 +123,7 @@ class KVBlockPool:
                 raise InvariantError(f"block {block_id} is released and nobody holds it")
             block.ref_count = ref_count - 1
             if ref_count > 1:
+                self._num_saved -= 1
                 continue
             if block.digest is not None:
                 block.previous = last
@@ -166,6 +182,9 @@ class KVBlockPool:
         num_cached = sum(block.digest is not None for block in free)
         if num_cached != self._num_cached:
             raise InvariantError(f"{num_cached} free blocks are cached, {self._num_cached} were counted")
+        num_saved = sum(expected.values()) - len(expected)
+        if num_saved != self._num_saved:
+            raise InvariantError(f"{num_saved} blocks are saved by sharing, {self._num_saved} were counted")
         if len(free) + len(expected) != self.num_usable:
             raise InvariantError(f"{len(free)} free + {len(expected)} held blocks of {self.num_usable}")
 

@@ -196,7 +196,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     _histogram(
         "request_prefill_kv_computed_tokens",
         "tokens",
-        "Prompt tokens of a sequence that were computed, not found in the prefix cache.",
+        "Prompt tokens of a sequence that were computed, not found in the prefix cache nor shared with"
+        " another choice.",
         LEN_BUCKETS,
     ),
     _histogram("request_generation_tokens", "tokens", "Tokens generated for a sequence.", LEN_BUCKETS),
@@ -215,7 +216,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "prompt_tokens_cached_total",
         "tokens",
-        "Of the prompt tokens, those found in the prefix cache.",
+        "Of the prompt tokens, those found in the prefix cache or shared with another choice.",
         Source.OBSERVER,
     ),
     _counter(
@@ -269,6 +270,17 @@ METRICS: tuple[MetricDefinition, ...] = (
         "blocks",
         "KV blocks: used by a sequence, cached (free, content reusable) or free.",
         ("state",),
+    ),
+    _gauge(
+        "kv_blocks_saved",
+        "blocks",
+        "KV blocks that would be used beyond those that are, if sequences shared none.",
+    ),
+    _counter(
+        "copied_kv_blocks_total",
+        "blocks",
+        "KV blocks copied for choices of a request that went on from a common prompt.",
+        Source.COLLECTOR,
     ),
     _gauge("cache_config_info", "", "Always 1; the labels tell how the KV cache is set up."),
     _counter(

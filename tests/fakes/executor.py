@@ -153,6 +153,7 @@ class FakeRunner:
         if self._checks:
             self._write_kv(plan, is_garbage=False)
             self._check_kv(plan)
+            self._copy_blocks(plan)
         if self._scored_slots or self._next_token is not None or self._checks:
             return self._sample(plan)
         rows, vocab_size, crc32 = self._rows, self.info.vocab_size, zlib.crc32
@@ -170,6 +171,7 @@ class FakeRunner:
         self._prepare(plan)
         if self._checks:
             self._write_kv(plan, is_garbage=True)
+            self._copy_blocks(plan)
         for sequence in plan.sequences:
             row = self._rows[sequence.slot]
             row.is_lost = True
@@ -204,9 +206,22 @@ class FakeRunner:
                     lost = is_garbage or row.is_lost
                     blocks[table[block_idx]][offset] = None if lost else digests[position]
 
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        """Copy a block in whatever group it serves: its id is of one pool."""
+        for blocks in self._kv:
+            contents = [list(blocks[source]) for source, _ in plan.block_copies]
+            for (_, target), content in zip(plan.block_copies, contents, strict=True):
+                blocks[target] = content
+
     def _check_kv(self, plan: StepPlan) -> None:
+        origin: _Row | None = None
         for slot, start, num_tokens, _ in plan.sequences:
             row = self._rows[slot]
+            if not num_tokens:
+                assert origin is not None
+                row.is_lost |= origin.is_lost  # its logits; its blocks are looked at when it reads them
+                continue
+            origin = row
             digests = _prefix_digests(row.token_ids[: start + num_tokens])
             for group in self.info.kv_groups:
                 blocks, table = self._kv[group.group_id], row.tables[group.group_id]

@@ -1,4 +1,6 @@
-"""Runs beam searches on a `ModelRunner` without a scheduler: plans made by hand, rows that compute their own.
+"""Runs beam searches on a `ModelRunner` without a scheduler, plans made by hand.
+
+Rows begin as branches of the first, unless they have outputs already: then each computes its own.
 
 Blocks are never given back before a search ends: a row's own block may have become another row's.
 """
@@ -80,24 +82,33 @@ class BeamDriver:
 
     def leave(self, driven: DrivenSearch) -> None:
         """Release the rows of a search with the next plan."""
+        for group_id, free in enumerate(self.driver.free):
+            free += dict.fromkeys(
+                block for slot in driven.slots for block in self.driver.tables[slot][group_id]
+            )
         for slot in driven.slots:
-            self.driver.release(slot)
+            self.driver.release(slot, keep_blocks=True)
         driven.slots = []
 
     def tokens(self, driven: DrivenSearch) -> dict[int, int]:
         """Return what a step computes of a search: all that is known and not computed."""
         driver = self.driver
-        return {slot: driver.known_lens[slot] - driver.starts[slot] for slot in driven.slots}
+        first, *others = driven.slots
+        rest = {slot: driver.known_lens[slot] - driver.starts[slot] for slot in driven.slots}
+        if driven.search.output_len == 0 and driver.known_lens[first] == len(driven.prompt):
+            rest |= dict.fromkeys(others, 0)
+        return rest
 
     def compute_all_but_last(self, driven: DrivenSearch) -> None:
-        """Compute the known tokens of a search that just entered, one row after the other, but their last."""
+        """Compute the known tokens of a search that entered again, row after row, but their last."""
         for slot, num in self.tokens(driven).items():
             if num > 1:
                 self.driver.launch({slot: num - 1})
 
     def run(self, driven: DrivenSearch, *, ahead: int = 0) -> None:
         """Let a search run to its end, so many steps launched before one is read, and leave."""
-        self.compute_all_but_last(driven)
+        if driven.search.output_len:
+            self.compute_all_but_last(driven)
         pending = []
         max_steps = driven.search._max_output_len - driven.search.output_len
         while not driven.search.is_done:

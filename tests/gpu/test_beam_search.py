@@ -89,8 +89,9 @@ def test_searches_and_plain_rows_of_one_batch_get_what_each_gets_alone() -> None
         {"width": 2, "max_output_len": 9},
         {"width": 3, "max_output_len": 9, "stops": STOPS},
     ]
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
     alone = []
-    for prompt, each in zip(PROMPTS, options, strict=False):
+    for prompt, each in zip(prompts, options, strict=True):
         beams = BeamDriver(drive(CPU, num_slots=3, num_blocks=200))
         driven = beams.begin(prompt, **each)
         beams.run(driven)
@@ -103,7 +104,7 @@ def test_searches_and_plain_rows_of_one_batch_get_what_each_gets_alone() -> None
 
     first = driver.admit(PROMPTS[3], **plain)
     beams = BeamDriver(driver)
-    together = [beams.begin(prompt, **each) for prompt, each in zip(PROMPTS, options, strict=False)]
+    together = [beams.begin(prompt, **each) for prompt, each in zip(prompts, options, strict=True)]
     last = driver.admit(PROMPTS[3], **plain)
     tokens: dict[int, list[int]] = {first: [], last: []}
     while len(tokens[first]) < 9:
@@ -112,12 +113,11 @@ def test_searches_and_plain_rows_of_one_batch_get_what_each_gets_alone() -> None
         for driven in live:
             rows |= beams.tokens(driven)
         rows[last] = driver.known_lens[last] - driver.starts[last]
-        order = [slot for slot in rows if rows[slot] == 1] + [slot for slot in rows if rows[slot] > 1]
-        output = driver.step({slot: rows[slot] for slot in order})
+        output = driver.step(rows)
         for driven in live:
             driven.search.advance(output.beams[driven.search_id])
         for slot in (first, last):
-            tokens[slot].append(output.token_ids[order.index(slot)])
+            tokens[slot].append(output.token_ids[list(rows).index(slot)])
             assert output.logprobs[slot].token_id == tokens[slot][-1]
     assert [texts_of(driven) for driven in together] == alone
     assert tokens[first] == tokens[last] == expected
@@ -170,17 +170,16 @@ def test_bad_words_are_looked_for_in_the_tokens_a_row_has_inherited() -> None:
     assert texts_of(driven) != texts_of(free)
 
 
-def test_a_step_whose_rows_have_only_just_begun_may_sample_all() -> None:
+def test_rows_that_compute_their_own_prompt_give_what_branches_give() -> None:
     options: dict[str, Any] = {"width": 3, "max_output_len": 6}
     beams = BeamDriver(drive(CPU, num_slots=3, num_blocks=200))
-    first = beams.begin(PROMPTS[0], **options)
-    while not first.search.is_done:
-        output = beams.driver.step(beams.tokens(first))
-        first.search.advance(output.beams[first.search_id])
-    beams.leave(first)
-    second = beams.begin(PROMPTS[0], **options)
-    beams.run(second)
-    assert texts_of(first) == texts_of(second)
+    branches = beams.begin(PROMPTS[0], **options)
+    beams.run(branches)
+    own = beams.begin(PROMPTS[0], **options)
+    output = beams.driver.step(dict.fromkeys(own.slots, len(PROMPTS[0])))
+    own.search.advance(output.beams[own.search_id])
+    beams.run(own)
+    assert texts_of(own) == texts_of(branches)
 
 
 def test_a_search_whose_logits_are_not_finite_ends_and_no_other() -> None:
@@ -192,8 +191,7 @@ def test_a_search_whose_logits_are_not_finite_ends_and_no_other() -> None:
     model = driver.runner._model
     assert isinstance(model, AttentionModel)
     model.embedding[7] = torch.nan
-    order = [*spoilt.slots, *good.slots, plain]
-    output = driver.step(dict.fromkeys(order, 3))
+    output = driver.step(beams.tokens(spoilt) | beams.tokens(good) | {plain: 3})
     assert list(output.token_ids[:2]) == [BAD_LOGITS] * 2
     assert output.token_ids[2] == output.token_ids[4] >= 0
     good.search.advance(output.beams[good.search_id])
@@ -250,7 +248,6 @@ def test_no_step_of_a_search_waits_for_the_device(subject: Subject) -> None:
     beams = BeamDriver(drive(subject))
     for is_warm in (False, True):
         driven = beams.begin(PROMPTS[2], width=4, max_output_len=6, stops=STOPS)
-        beams.compute_all_but_last(driven)
         with waits_are_errors() if is_warm else contextlib.nullcontext():
             pending = [beams.driver.launch(beams.tokens(driven)) for _ in range(4)]
         for each in pending:

@@ -30,6 +30,18 @@ def test_size_is_what_the_spec_says() -> None:
     assert num_bytes == 5 * sum(group.bytes_per_block for group in groups)
 
 
+def test_copied_blocks_take_the_place_of_others_in_every_layer_and_may_swap() -> None:
+    cache = KVCache([group(0, (0, 1)), group(1, (2,), dtype="bfloat16")], device=torch.device("cpu"))
+    for layer in (*cache.keys, *cache.values):
+        layer.copy_(torch.arange(layer.shape[0])[:, None, None, None].expand(layer.shape))
+    cache.copy_blocks(torch.tensor([1, 2, 1]), torch.tensor([2, 1, 3]))
+    for layer in (*cache.keys, *cache.values):
+        held = layer.float().flatten(1)
+        assert (held == held[:, :1]).all()
+        num_blocks = layer.shape[0]
+        assert held[:, 0].tolist() == [0, 2, 1, 1, *range(4, num_blocks)]
+
+
 def test_zeroing_blocks_spares_the_others_and_other_groups() -> None:
     cache = KVCache([group(0, (0, 2)), group(1, (1,))], device=CPU)
     for tensor in (*cache.keys, *cache.values):
