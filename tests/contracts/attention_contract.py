@@ -72,10 +72,8 @@ class Simulation:
             for group_id in range(shape.num_groups)
         )
         self.kv_cache = KVCache(self.groups, device=device)
-        # Blocks are handed out in an order that is neither ascending nor the same in two groups.
-        self.free = [
-            (torch.randperm(self.num_blocks - 1, generator=self.generator) + 1).tolist() for _ in self.groups
-        ]
+        # Blocks are handed out in an order that is not ascending.
+        self.free = (torch.randperm(self.num_blocks - 1, generator=self.generator) + 1).tolist()
         self.tables: list[list[list[int]]] = []
         self.history: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
@@ -174,7 +172,7 @@ class Simulation:
             for (sequence, _), seq_len in zip(rows, seq_lens, strict=True):
                 table = self.tables[sequence][group_id]
                 while len(table) * block_len < seq_len:
-                    table.append(self.free[group_id].pop())
+                    table.append(self.free.pop())
             slot_mappings.append(
                 [
                     self.tables[owner][group_id][position // block_len] * block_len + position % block_len

@@ -8,6 +8,7 @@ import dataclasses
 import pickle
 from array import array
 
+from asyncserve.kv_spec import SlidingWindow
 from asyncserve.step import ExecutorInfo, StepPlan
 
 
@@ -115,11 +116,7 @@ class PlanRules:
                 samples == (end == row.known_len),
                 f"slot {slot} samples exactly when it reaches its last token ({end} of {row.known_len})",
             )
-            for group in info.kv_groups:
-                covered = len(row.tables[group.group_id]) * group.spec.block_len
-                self._require(
-                    plan, covered >= end, f"table of slot {slot} covers {covered} of {end} positions"
-                )
+            self._check_tables(plan, slot, start, end)
             row.next_start = end
             row.known_len += samples
         bare = dataclasses.replace(
@@ -156,25 +153,40 @@ class PlanRules:
             self._require(plan, slot in self._rows, f"blocks go to an admitted slot, not {slot}")
             num_blocks = groups[group_id].num_blocks
             self._require(plan, len(block_ids) >= 1, "an append holds at least one block")
+            table = self._rows[slot].tables[group_id]
+            num_null = 0
+            if not table and isinstance(groups[group_id].spec, SlidingWindow):
+                num_null = next((idx for idx, block_id in enumerate(block_ids) if block_id), len(block_ids))
             self._require(
                 plan,
-                all(1 <= block_id < num_blocks for block_id in block_ids),
+                all(1 <= block_id < num_blocks for block_id in block_ids[num_null:]),
                 f"block ids are in 1 … {num_blocks - 1}: {block_ids}",
             )
-            table = self._rows[slot].tables[group_id]
             table.extend(block_ids)
-            self._require(plan, len(set(table)) == len(table), f"slot {slot} has no block twice: {table}")
+
+    def _check_tables(self, plan: StepPlan, slot: int, start: int, end: int) -> None:
+        """Check that a sequence has a block of its own wherever this step reads or writes."""
+        live: list[int] = []
+        for group in self._info.kv_groups:
+            table, spec = self._rows[slot].tables[group.group_id], group.spec
+            self._require(
+                plan,
+                len(table) >= spec.blocks_for(end),
+                f"table of slot {slot} covers {end} positions with {len(table)} blocks",
+            )
+            seen = table[spec.num_unseen(start) :]
+            self._require(plan, all(seen), f"slot {slot} sees no null block from {start} on: {table}")
+            live += seen
+        self._require(plan, len(set(live)) == len(live), f"slot {slot} has no block twice: {live}")
 
     def _check_copies(self, plan: StepPlan) -> None:
+        num_blocks = self._info.kv_groups[0].num_blocks
         for ids in zip(*plan.block_copies, strict=True):
-            num_blocks = max(group.num_blocks for group in self._info.kv_groups)
             self._require(
                 plan, all(1 <= each < num_blocks for each in ids), f"copied blocks are in the pool: {ids}"
             )
         targets = [copy.target for copy in plan.block_copies]
-        self._require(plan, not plan.block_copies or bool(plan.sequences), "a copy follows a step")
-        if len(self._info.kv_groups) == 1:
-            self._require(plan, len(set(targets)) == len(targets), f"a block is one copy: {targets}")
+        self._require(plan, len(set(targets)) == len(targets), f"a block is a copy of one other: {targets}")
 
     def _check_branch(self, plan: StepPlan, slot: int, origin: int | None, *, is_admitted: bool) -> None:
         """Hold a row of no tokens against the one it branches off from."""
@@ -188,15 +200,16 @@ class PlanRules:
             f"branch {slot} has the known tokens of slot {origin}",
         )
         copies = {(copy.source, copy.target) for copy in plan.block_copies}
-        for table, from_table in zip(row.tables, source.tables, strict=True):
-            block_len = self._info.kv_groups[0].spec.block_len
-            num_blocks = -(-row.assigned_len // block_len)
-            self._require(plan, len(table) == num_blocks, f"branch {slot} has the blocks of its tokens")
-            for block_idx, (block_id, from_id) in enumerate(zip(table, from_table, strict=False)):
-                is_full = (block_idx + 1) * block_len <= row.assigned_len
+        length = row.assigned_len
+        self._check_tables(plan, slot, length, length)
+        for group, table, from_table in zip(self._info.kv_groups, row.tables, source.tables, strict=True):
+            num_full, num_unseen = length // group.spec.block_len, group.spec.num_unseen(length)
+            self._require(plan, len(table) == len(from_table), f"branch {slot} has the blocks of its tokens")
+            for block_idx in range(num_unseen, len(table)):
+                block_id, from_id = table[block_idx], from_table[block_idx]
                 self._require(
                     plan,
-                    block_id == from_id or (not is_full and (from_id, block_id) in copies),
+                    block_id == from_id or (block_idx >= num_full and (from_id, block_id) in copies),
                     f"branch {slot} shares block {from_id} of slot {origin} or has a copy",
                 )
 

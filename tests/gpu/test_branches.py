@@ -86,7 +86,7 @@ def test_a_branch_goes_on_by_itself_when_the_one_it_branched_off_from_is_gone(su
     # Its block that was not full goes to the next one, who writes to it.
     shared, own = driver.tables[leader][0]
     driver.release(leader, keep_blocks=True)
-    driver.free[0].insert(0, own)
+    driver.free.insert(0, own)
     heir = driver.admit(PROMPTS[0], slot=leader)
     assert list(driver.step({heir: len(PROMPTS[0])}).token_ids) == expected(subject, PROMPTS[0], 1)
     assert driver.tables[heir][0] == [own]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from asyncserve.kv_spec import FullAttention, KVSpec, RecurrentState, SlidingWindow
 from asyncserve.request import FinishReason
 from asyncserve.step import StepPlan
 from tests.fakes.executor import fake_continuation, fake_info, fake_logprobs
@@ -76,6 +77,28 @@ def test_nothing_is_copied_that_is_full_or_never_written(prompt_len: int, max_to
     assert all(bench.tokens_of(i) == expected(prompt(prompt_len), max_tokens) for i in range(3))
 
 
+FULL = FullAttention(block_len=4, num_kv_heads=1, head_dim=1, dtype="float32")
+WINDOW = SlidingWindow(block_len=4, num_kv_heads=1, head_dim=1, dtype="float32", window_len=6)
+STATE = RecurrentState(state_bytes=64, page_bytes=32)
+
+
+@pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW,), (FULL, STATE), (STATE,)])
+@pytest.mark.parametrize("max_tokens", [1, 9])
+@pytest.mark.parametrize(("prompt_len", "budget"), [(3, 32), (8, 32), (21, 6), (22, 6), (23, 6)])
+def test_branches_share_what_layers_of_any_kind_see_of_the_prompt(
+    prompt_len: int, budget: int, max_tokens: int, specs: tuple[KVSpec, ...]
+) -> None:
+    bench = Bench(fake_info(max_num_batched_tokens=budget, num_blocks=80, specs=specs))
+    bench.add_family(4, prompt(prompt_len), max_tokens=max_tokens)
+    plans = bench.run()
+    assert all(bench.tokens_of(i) == expected(prompt(prompt_len), max_tokens) for i in range(4))
+    assert sum(plan.num_tokens for plan in plans) == prompt_len + 4 * (max_tokens - 1)
+    num_each = sum(
+        2 if spec is STATE else int(prompt_len % 4 > 0) for spec in specs
+    )  # a state is written on whole
+    assert bench.statistics().num_copied_blocks == (0 if max_tokens == 1 else 3 * num_each)
+
+
 def test_branches_are_planned_before_those_that_arrived_later() -> None:
     bench = Bench(fake_info(num_slots=3))
     bench.add_family(3, prompt(6))
@@ -105,15 +128,15 @@ def test_those_that_find_no_block_wait_for_some() -> None:
     assert all(bench.tokens_of(i) == expected(prompt(10), 2) for i in range(6))
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_branches_leave_decode_steps_the_blocks_that_are_kept_for_them() -> None:
     bench = Bench(fake_info(num_blocks=200, max_num_batched_tokens=999, max_model_len=900))
-    bench.add(prompt(195 * 4 - 1, 100), max_tokens=1)  # of 199 blocks, 1 is to be spared
+    bench.add(prompt(194 * 4 - 1, 100), max_tokens=1)  # of 199 blocks, 2 are spared
     bench.add_family(5, prompt(3), max_tokens=4)
     assert len(branches(bench.must_plan())) == 2
     bench.run()
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_branches_that_are_preempted_go_on_by_themselves(enable_prefix_caching: bool) -> None:
     bench = Bench(fake_info(num_blocks=9, max_model_len=28), enable_prefix_caching=enable_prefix_caching)
     bench.add_family(4, prompt(10), max_tokens=14)

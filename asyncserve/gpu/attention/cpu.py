@@ -24,7 +24,7 @@ from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.kv_spec import FullAttention, KVSpec
+from asyncserve.kv_spec import FullAttention, KVSpec, RecurrentState
 
 _TILE_LEN = 128
 """Most queries of a prompt attended at once: fewer waste less on masked keys, more make better products."""
@@ -99,11 +99,13 @@ class CPUAttention:
 
     def supports(self, spec: KVSpec, device: torch.device) -> str | None:
         """Return None on a CPU."""
+        if isinstance(spec, RecurrentState):
+            return "it serves layers of attention only"
         return None if device.type == "cpu" else "it is for CPUs only"
 
     def plan(self, batch: Batch, kv_cache: KVCache) -> list[_GroupStep]:
         """Compute which pages the step's rows read, per KV group."""
-        return [_plan_group(batch, group.group_id, group.spec) for group in kv_cache.groups]
+        return [_plan_group(batch, group.group_id, group.attention) for group in kv_cache.groups]
 
     def run(
         self,

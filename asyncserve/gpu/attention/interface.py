@@ -170,7 +170,7 @@ class StepAttention:
         group_id = self.kv_cache.group_of_layer[layer.layer_id]
         rows = self.rows.get(group_id)
         if rows is None:
-            rows = token_rows(self.batch.slot_mapping[group_id], self.kv_cache.groups[group_id].spec)
+            rows = token_rows(self.batch.slot_mapping[group_id], self.kv_cache.groups[group_id].attention)
             self.rows[group_id] = rows
         k, v = self.kv_cache.write(layer.layer_id, rows, k, v)
         return self.backend.run(layer, q, k, v, self.batch, self.kv_cache, self.planned)

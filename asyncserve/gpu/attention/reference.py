@@ -18,7 +18,7 @@ from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.kv_spec import DTYPE_BYTES, FullAttention, KVSpec
+from asyncserve.kv_spec import DTYPE_BYTES, FullAttention, KVSpec, RecurrentState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,12 +102,12 @@ class ReferenceAttention:
         self._most_scores = most_scores
 
     def supports(self, spec: KVSpec, device: torch.device) -> str | None:
-        """Return None: it serves full attention (with or without a window) everywhere."""
-        return None
+        """Return None for any attention, with or without a window: it serves that everywhere."""
+        return "it serves layers of attention only" if isinstance(spec, RecurrentState) else None
 
     def plan(self, batch: Batch, kv_cache: KVCache) -> list[_GroupStep]:
         """Compute which pages the step's rows read, per KV group."""
-        return [self._plan_group(batch, group.group_id, group.spec) for group in kv_cache.groups]
+        return [self._plan_group(batch, group.group_id, group.attention) for group in kv_cache.groups]
 
     def run(
         self,

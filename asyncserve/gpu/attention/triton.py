@@ -26,7 +26,7 @@ from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, p
 from asyncserve.gpu.kernels.paging import IS_INTERPRETED, shared_bytes
 from asyncserve.gpu.kernels.rotary import QKNorm
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.kv_spec import KVSpec
+from asyncserve.kv_spec import KVSpec, RecurrentState
 
 _MOST_HEAD_DIM = 256
 _LEAST_CAPABILITY = (8, 0)
@@ -87,6 +87,8 @@ class TritonAttention:
 
     def supports(self, spec: KVSpec, device: torch.device) -> str | None:
         """Return None on a CUDA device that is new enough, if the heads are not too long."""
+        if isinstance(spec, RecurrentState):
+            return "it serves layers of attention only"
         if device.type != "cuda" and not (IS_INTERPRETED and device.type == "cpu"):
             return "it needs a CUDA device"
         if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
