@@ -82,10 +82,8 @@ class BeamDriver:
 
     def leave(self, driven: DrivenSearch) -> None:
         """Release the rows of a search with the next plan."""
-        for group_id, free in enumerate(self.driver.free):
-            free += dict.fromkeys(
-                block for slot in driven.slots for block in self.driver.tables[slot][group_id]
-            )
+        tables = [self.driver.tables[slot] for slot in driven.slots]
+        self.driver.free += dict.fromkeys(block for table in tables for blocks in table for block in blocks)
         for slot in driven.slots:
             self.driver.release(slot, keep_blocks=True)
         driven.slots = []
