@@ -71,6 +71,8 @@ class EngineStatistics:
         host_loaded_bytes: Loaded from there so far.
         host_cache_queries: Tokens looked up there since they were not cached on the device, so far.
         host_cache_hits: Of those, tokens found.
+        num_blocks_saved: Blocks that would be held beyond those that are, if sequences shared none.
+        num_copied_blocks: Blocks that branches have got copies of, so far.
         num_unapplied_steps: Steps submitted and not applied.
         prefix_cache_queries: Prompt tokens looked up so far.
         prefix_cache_hits: Of those, tokens found.
@@ -105,6 +107,8 @@ class EngineStatistics:
     host_loaded_bytes: int = 0
     host_cache_queries: int = 0
     host_cache_hits: int = 0
+    num_blocks_saved: int = 0
+    num_copied_blocks: int = 0
     num_unapplied_steps: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

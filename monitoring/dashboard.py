@@ -230,6 +230,16 @@ def _kv_cache() -> Iterator[Panel]:
         stacked=True,
     )
     yield lines(
+        "KV blocks shared",
+        "Saved: blocks that would be used beyond those that are, if sequences shared none. Copied: those that"
+        " choices of one request had to have for themselves.",
+        [
+            _gauge("kv_blocks_saved", "saved"),
+            _rate("copied_kv_blocks_total", "copied per second"),
+        ],
+        unit="short",
+    )
+    yield lines(
         "Prefix cache hits",
         "Of the prompt tokens looked up, the share that was found.",
         [

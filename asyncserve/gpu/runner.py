@@ -5,7 +5,8 @@ the changes to the persistent rows, and holds only what every request needs: a f
 plan and one call at a named point. Runs on the device thread. Knows no request, asyncio or text.
 
 Invariants:
-* rows change in plan order: releases, admissions, block appends, then stores, loads, and the step;
+* rows change in plan order: releases, admissions, block appends, stores, loads, then the step, then block
+  copies;
 * these changes are made even if the step then fails, so that the plans queued behind it stay valid;
 * a position is attended only after it was written since its block was handed out, unless the backend reads
   what is unwritten: then the block is zeroed first;
@@ -29,13 +30,14 @@ from asyncserve.gpu.graphs import GraphPool, StepGraph
 from asyncserve.gpu.host_blocks import HostBlocks
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.models.interface import Model
+from asyncserve.gpu.sampling.beams import ChosenBeams
 from asyncserve.gpu.sampling.sampler import Sampler
 from asyncserve.gpu.slots import SlotTable
 from asyncserve.gpu.staging import ResultRing, Staging
 from asyncserve.gpu.step_inputs import DeviceInputs, HostInputs, StepInputs, StepSize
 from asyncserve.kv_spec import KVGroup
 from asyncserve.request import TokenLogprobs
-from asyncserve.step import StepOutput, StepPlan, StepTimes
+from asyncserve.step import BlockCopy, StepOutput, StepPlan, StepTimes
 
 _PROMPT_LOGITS_BYTES = 32 * 1024 * 1024
 """Most bytes of float32 logits made at once when a prompt is scored."""
@@ -195,9 +197,13 @@ class ModelRunner:
             if slots:
                 logits = self._model.logits(hidden.index_select(0, batch.sample_tokens))
 
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
+
         copies: Sequence[torch.Tensor] = ()
         sources: list[torch.Tensor] = []
         logprobs = None
+        beams: ChosenBeams | None = None
         is_plain = self._results is not None and self._sampler.is_plain(slots)
         if logits is not None and is_plain:
             truncates = self._sampler.truncates(slots)
@@ -210,9 +216,14 @@ class ModelRunner:
         elif logits is not None:
             positions = [position for _, position in sampled]
             chosen = self._sampler.sample(logits, slots, positions, self._slots)
+            beams = chosen.beams
+            if beams is not None:
+                self._inherit(beams, positions)
             self._slots.write(rows.write_back[: len(slots)], chosen.token_ids)
             self._sampler.record(slots, chosen.token_ids)
             sources.append(chosen.token_ids)
+            if beams is not None:
+                sources += (beams.pairs, beams.scores)
             logprobs = chosen.logprobs
         copied = end = self.device.record_event()
         if sources:
@@ -236,6 +247,7 @@ class ModelRunner:
                 token_ids=token_ids,
                 logprobs=dict(logprobs) if logprobs is not None else {},
                 prompt_logprobs=prompt_logprobs,
+                beams=beams.candidates(*copies[1:]) if beams is not None else {},
                 device_s=end.seconds_since(start),
                 launch_s=launched_s - began_s,
                 idle_s=idle_s,
@@ -250,7 +262,7 @@ class ModelRunner:
             return None  # prompts are scored from the hidden states of every token
         num_rows, num_tokens = len(plan.sequences), plan.num_tokens
         num_long = next(
-            (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens > 1), 0
+            (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens != 1), 0
         )
         size = StepSize(num_rows=num_rows, num_tokens=num_tokens, num_long_rows=num_long)
         # A sequence that begins may share a block that the same step fills.
@@ -265,6 +277,15 @@ class ModelRunner:
     def _choose(self, logits: torch.Tensor, rows: SampleRows, *, truncates: bool) -> None:
         assert self._results is not None
         self._sampler.choose(logits, rows, self._slots.history, self._results.memory, truncates=truncates)
+
+    def _inherit(self, beams: ChosenBeams, positions: Sequence[int]) -> None:
+        """Let rows of beam searches take the tokens and the KV of those they go on from."""
+        lens = np.array([positions[row] for row in beams.rows], np.int64)
+        slots = np.array(beams.slots, np.int64)
+        self._slots.inherit(beams.slot_ids, beams.parent_slots, int(lens.max()))
+        sources, targets = self._inputs.inherit(slots, beams.parent_slots, lens)
+        if len(sources):
+            self._kv_cache.copy_blocks(sources, targets)
 
     def _capture(self, size: StepSize) -> StepGraph:
         """Capture a step of padding, which writes nothing that belongs to a sequence."""
@@ -340,6 +361,10 @@ class ModelRunner:
         if self._host_blocks is None:
             raise InvariantError("a plan moves blocks to the host, which has no memory for them")
         return self._host_blocks
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        sources, targets = self._staging.upload(list(np.array(copies, np.int64).T.copy()))
+        self._kv_cache.copy_blocks(sources, targets)
 
     def _score_prompts(
         self, plan: StepPlan, batch: Batch, hidden: torch.Tensor

@@ -25,7 +25,7 @@ from asyncserve.loop.host_tier import BlockToSwap, HostTier
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
-from asyncserve.step import BlockTransfer, StepPlan
+from asyncserve.step import BlockCopy, BlockTransfer, StepPlan
 
 NULL_BLOCK = 0
 """Stands in a table where a sequence holds nothing."""
@@ -212,6 +212,11 @@ class KVAllocator:
         return self.pool.num_cached
 
     @property
+    def num_saved(self) -> int:
+        """Blocks that would be held beyond those that are, if sequences shared none."""
+        return self.pool.num_saved
+
+    @property
     def has_free_blocks(self) -> bool:
         """Whether there is a free block."""
         return self.pool.num_free > 0
@@ -324,6 +329,45 @@ class KVAllocator:
         sequence.num_registered_blocks = start // self.block_len
         sequence.num_computed_tokens = start
         return True
+
+    def fork(self, leader: SequenceState, branch: SequenceState, num_spare: int) -> list[BlockCopy] | None:
+        """Let a branch begin with all that is computed of the leader, whose known tokens it has.
+
+        It shares the leader's full blocks, as far as it sees them, and has its own in place of those that are
+        written on, unless it is certain to write nothing.
+
+        Args:
+            num_spare: Blocks that must stay free.
+
+        Returns:
+            What is to be copied once the leader's tokens are computed; None, and no change, for lack of
+            blocks.
+        """
+        num_tokens = leader.num_computed_tokens
+        writes = len(branch.token_ids) + 1 < branch.max_len
+        num_own = [
+            manager.spec.blocks_for(num_tokens) - num_tokens // manager.block_len if writes else 0
+            for manager in self._managers
+        ]
+        if any(num_own) and sum(num_own) + num_spare > self.pool.num_free:
+            return None
+        copies: list[BlockCopy] = []
+        table = branch.block_table
+        for manager, num in zip(self._managers, num_own, strict=True):
+            group_id = manager.group_id
+            block_ids = leader.block_table.block_ids[group_id]
+            num_null = manager.spec.num_unseen(num_tokens)
+            num_shared = len(block_ids) - num
+            self.pool.share(block_ids[num_null:num_shared])
+            own = self.pool.allocate(num, group_id)
+            copies += map(BlockCopy, block_ids[num_shared:], own)
+            table.block_ids[group_id].extend([NULL_BLOCK] * num_null + block_ids[num_null:num_shared] + own)
+            table.num_null[group_id] = num_null
+        self._note_covered(branch)
+        branch.block_digests = leader.block_digests[:]
+        branch.num_registered_blocks = leader.num_registered_blocks
+        branch.num_computed_tokens = num_tokens
+        return copies
 
     def advance(self, sequence: SequenceState) -> list[list[int]] | None:
         """Let go of what the sequence's windows have passed, before its next chunk is planned.

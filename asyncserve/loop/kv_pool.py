@@ -56,6 +56,7 @@ class KVBlockPool:
         self._num_free = 0
         self._num_used = [0] * num_groups
         self._num_cached = [0] * num_groups
+        self._num_saved = 0
         for block in self._blocks[1:]:
             self._link_last(block)
 
@@ -73,6 +74,11 @@ class KVBlockPool:
     def num_cached(self) -> int:
         """Free blocks whose content can still be reused."""
         return sum(self._num_cached)
+
+    @property
+    def num_saved(self) -> int:
+        """Blocks that there would have to be more if nobody shared any."""
+        return self._num_saved
 
     def num_used_by(self, group_id: int) -> int:
         """Return how many blocks are held for a group."""
@@ -120,7 +126,16 @@ class KVBlockPool:
         if block.ref_count == 0:
             self._unlink(block)
             self._num_used[block.group_id] += 1
+        else:
+            self._num_saved += 1
         block.ref_count += 1
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks, each held by somebody already, once more."""
+        blocks = self._blocks
+        for block_id in block_ids:
+            blocks[block_id].ref_count += 1
+        self._num_saved += len(block_ids)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one hold of each block of a sequence, listed from its beginning to its end.
@@ -140,6 +155,7 @@ class KVBlockPool:
                 raise InvariantError(f"block {block_id} is released and nobody holds it")
             block.ref_count = ref_count - 1
             if ref_count > 1:
+                self._num_saved -= 1
                 continue
             num_used[block.group_id] -= 1
             if block.digest is not None:
@@ -206,6 +222,9 @@ class KVBlockPool:
                 raise InvariantError(
                     f"{num_used} blocks are held for group {group_id}, {num_counted} were counted"
                 )
+        num_saved = sum(expected.values()) - len(expected)
+        if num_saved != self._num_saved:
+            raise InvariantError(f"{num_saved} blocks are saved by sharing, {self._num_saved} were counted")
         if len(free) + len(expected) != self.num_usable:
             raise InvariantError(f"{len(free)} free + {len(expected)} held blocks of {self.num_usable}")
 

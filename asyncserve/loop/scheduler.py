@@ -11,6 +11,11 @@ long prompt slows the others down but never stops them. A prompt's blocks are ta
 at once (for window layers, those of a window and a chunk); a decode step that finds no block preempts the
 last in order, which waits again with all its known tokens.
 
+Sequences of one request have one prompt. The first leads: the others wait until a plan ends its prompt and,
+as slots and blocks allow, begin in that same plan as branches, which share its blocks and sample from its
+logits. Of those that find no room the first leads the others; so it does when their leader ends before, or
+its prompt is computed in a trial.
+
 A step that fails sets its sequences back to their known tokens and puts them under suspicion: they are
 tried again in steps of their own, by halves (`suspects`), nothing else in flight, and only one that fails
 alone, twice, ends with an error. Nobody is admitted meanwhile. A step that lacked memory is tried again with
@@ -56,6 +61,7 @@ from asyncserve.step import (
     BAD_LOGITS,
     NO_TOKEN,
     BlockAppend,
+    BlockCopy,
     ExecutorInfo,
     ScheduledSequence,
     SlotAssignment,
@@ -77,15 +83,21 @@ fault."""
 
 
 class _Draft:
-    """A plan in the making. `prefills`: (sequence, num_tokens) in order, already counted as computed."""
+    """A plan in the making.
 
-    __slots__ = ("admitted", "appends", "budget_left", "decodes", "prefills", "step_id")
+    `prefills`: (sequence, num_tokens) in order, already counted as computed. `branches`: by the sequence they
+    branch off from, which is among the prefills.
+    """
+
+    __slots__ = ("admitted", "appends", "branches", "budget_left", "copies", "decodes", "prefills", "step_id")
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.step_id = step_id
         self.budget_left = budget
         self.decodes: list[SequenceState] = []
         self.prefills: list[tuple[SequenceState, int]] = []
+        self.branches: dict[SequenceState, list[SequenceState]] = {}
+        self.copies: list[BlockCopy] = []
         self.admitted: list[SlotAssignment] = []
         self.appends: list[BlockAppend] = []
 
@@ -192,6 +204,7 @@ class Scheduler:
         self._num_failed_sequences = 0
         self._num_preemptions = 0
         self._num_pauses = 0
+        self._num_copied_blocks = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
@@ -213,8 +226,14 @@ class Scheduler:
         """Return what waits of one tenant, where the policy tells tenants apart; else all that waits."""
         return self._waiting.load_of(tenant)
 
-    def add(self, request: TokenizedRequest, timeline: RequestTimeline) -> None:
+    def add(
+        self, request: TokenizedRequest, timeline: RequestTimeline, *, leader_id: int | None = None
+    ) -> None:
         """Let a sequence wait for its first step; `limits` has nothing against its lengths.
+
+        Args:
+            leader_id: The first sequence of the same request, of the same prompt therefore. This one begins
+                as a branch of it if that one's prompt is still to be computed.
 
         Raises:
             InvariantError: Its id is in use.
@@ -223,7 +242,10 @@ class Scheduler:
             raise InvariantError(f"sequence {request.sequence_id} was added twice")
         order = self._waiting.take_order(request.request.priority)
         sequence = SequenceState(request, timeline, order, self._allocator.num_groups)
+        leader = None if leader_id is None else self._sequences.get(leader_id)
         self._sequences[request.sequence_id] = sequence
+        if leader is not None and leader.last_step_id < 0 and leader.status is SequenceStatus.WAITING:
+            sequence.follow(leader)
         self._waiting.push(sequence)
 
     def abort(self, sequence_id: int) -> bool:
@@ -258,6 +280,7 @@ class Scheduler:
             return False
         self._paused.add(sequence_id)
         self._num_pauses += 1
+        sequence.leave_family()
         is_suspect = sequence.trial_len > 0
         if is_suspect:
             # If a step fails because of it, that will show when it goes on.
@@ -439,12 +462,18 @@ class Scheduler:
             self._set_back(sequence, scheduled.start)
             invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
         for later in self._in_flight:
+            origin_is_valid = True
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
+                is_branch = not scheduled.num_tokens
                 if sequence.blocks_are_valid:
-                    if not self._allocator.holds_any(sequence, invalid, step_id):
-                        continue
-                    self._set_back(sequence, 0)
-                invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
+                    # What a branch copies, and the logits it samples from, are another's.
+                    is_wrong = is_branch and not origin_is_valid
+                    if is_wrong or self._allocator.holds_any(sequence, invalid, step_id):
+                        self._set_back(sequence, 0)
+                if not sequence.blocks_are_valid:
+                    invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
+                if not is_branch:
+                    origin_is_valid = sequence.blocks_are_valid
         self._drop_ended()
         deltas = self._judge(entry, failed, error)
         for sequence in entry.states:
@@ -488,6 +517,8 @@ class Scheduler:
         statistics.num_blocks_cached = self._allocator.num_cached
         if self._host_tier is not None:
             self._host_tier.fill_statistics(statistics, pool_bytes_per_block(self._info.kv_groups))
+        statistics.num_blocks_saved = self._allocator.num_saved
+        statistics.num_copied_blocks = self._num_copied_blocks
         statistics.num_unapplied_steps = len(self._in_flight)
         statistics.prefix_cache_queries = self._prefix_cache_queries
         statistics.prefix_cache_hits = self._prefix_cache_hits
@@ -576,7 +607,26 @@ class Scheduler:
         for sequence in self._decoding:
             known_len = len(sequence.token_ids) + sequence.num_unseen_tokens
             _require(sequence.num_computed_tokens == known_len - 1, "a decode step has one token to compute")
+        planned_to_end = {s.sequence_id for s in self._decoding}
         for sequence in self._sequences.values():
+            for follower in sequence.followers:
+                _require(follower.leader is sequence, "a leader knows its followers")
+                _require(not follower.followers, "who follows leads nobody")
+                _require(
+                    follower.status is SequenceStatus.WAITING
+                    and self._sequences.get(follower.sequence_id) is follower,
+                    "who follows waits",
+                )
+                _require(
+                    sequence.sequence_id not in planned_to_end and not sequence.num_unseen_tokens,
+                    "who leads has its prompt to be computed still",
+                )
+            leader = sequence.leader
+            _require(
+                leader is None
+                or (self._sequences.get(leader.sequence_id) is leader and sequence in leader.followers),
+                "who is followed lives",
+            )
             if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PAUSED):
                 continue
             _require(not any(sequence.block_table.block_ids), "a waiting sequence holds no blocks")
@@ -673,6 +723,7 @@ class Scheduler:
                 continue
             num_tokens = self._prompt_chunk(sequence, sequence.num_remaining_tokens, draft, others_want)
             self._take_chunk(draft, sequence, num_tokens)
+            self._branch_off(draft, sequence, now_s)
         if can_admit:
             self._admit_waiting(draft, now_s)
         # What nobody else wanted goes to the prompts that were cut, in order.
@@ -712,12 +763,37 @@ class Scheduler:
         sequence.last_step_id = draft.step_id
         self._allocator.register(sequence)
 
+    def _branch_off(self, draft: _Draft, leader: SequenceState, now_s: float) -> None:
+        """Let the followers of a sequence begin, if its prompt ends in this plan; for some there is no room.
+
+        They leave the queue when the plan is submitted.
+        """
+        if not leader.followers or leader.num_remaining_tokens:
+            return
+        branches: list[SequenceState] = []
+        for follower in leader.followers:
+            if not self._free_slots:
+                break
+            copies = self._allocator.fork(leader, follower, self._num_spare_blocks)
+            if copies is None:
+                break
+            draft.copies += copies
+            self._enter_slot(draft, follower, now_s, is_branch=True)
+            follower.prompt_logprobs = leader.prompt_logprobs
+            follower.last_step_id = draft.step_id
+            branches.append(follower)
+        draft.branches[leader] = branches
+        for follower in branches:
+            follower.leave_family()
+
     def _admit_waiting(self, draft: _Draft, now_s: float) -> None:
         """Admit waiting sequences in order, as far as slots, blocks and budget go."""
         admitted: list[SequenceState] = []
         num_deferred = 0
         num_waiting = len(self._waiting)
         for position, sequence in enumerate(self._waiting):
+            if sequence.leader is not None or sequence.slot >= 0:
+                continue
             if (
                 draft.budget_left == 0
                 or not self._free_slots
@@ -743,6 +819,7 @@ class Scheduler:
                 break
             self._enter_slot(draft, sequence, now_s)
             self._take_chunk(draft, sequence, num_tokens)
+            self._branch_off(draft, sequence, now_s)
             admitted.append(sequence)
         for sequence in admitted:
             self._waiting.start(sequence)
@@ -768,7 +845,9 @@ class Scheduler:
                 return True
         return False
 
-    def _enter_slot(self, draft: _Draft, sequence: SequenceState, now_s: float) -> None:
+    def _enter_slot(
+        self, draft: _Draft, sequence: SequenceState, now_s: float, *, is_branch: bool = False
+    ) -> None:
         slot = self._free_slots.pop()
         sequence.slot = slot
         sequence.status = SequenceStatus.RUNNING
@@ -777,7 +856,8 @@ class Scheduler:
         if timeline.first_scheduled_s is None:
             timeline.first_scheduled_s = now_s
             sequence.num_cached_tokens = timeline.num_cached_tokens = sequence.num_computed_tokens
-            if self._allocator.enable_prefix_caching and sequence.prompt_logprobs is None:
+            looks_up = self._allocator.enable_prefix_caching and not is_branch
+            if looks_up and sequence.prompt_logprobs is None:
                 self._prefix_cache_queries += sequence.prompt_len
                 self._prefix_cache_hits += sequence.num_computed_tokens
         draft.admitted.append(
@@ -794,7 +874,8 @@ class Scheduler:
             )
         )
         for group_id, block_ids in enumerate(sequence.block_table.block_ids):
-            draft.appends.append(BlockAppend(group_id, slot, tuple(block_ids)))
+            if block_ids:
+                draft.appends.append(BlockAppend(group_id, slot, tuple(block_ids)))
 
     def _plan_trial(self, draft: _Draft, now_s: float) -> bool:
         """Plan for the suspects whose turn it is what a step takes; return whether there is room for any.
@@ -830,13 +911,23 @@ class Scheduler:
             start = sequence.num_computed_tokens - num_tokens
             scheduled.append(ScheduledSequence(sequence.slot, start, num_tokens, samples))
             states.append(sequence)
-            if samples:
-                sampling.append(sequence)
-                sequence.num_unseen_tokens += 1
-                if sequence.status is SequenceStatus.RUNNING:
-                    self._prefilling.remove(sequence)
-                    insort(self._decoding, sequence, key=by_order)
-                    self._allocator.drop_unseen(sequence)
+            if not samples:
+                continue
+            sampling.append(sequence)
+            sequence.num_unseen_tokens += 1
+            if sequence.status is SequenceStatus.RUNNING:
+                self._prefilling.remove(sequence)
+                insort(self._decoding, sequence, key=by_order)
+            for branch in draft.branches.get(sequence, ()):
+                self._waiting.start(branch)
+                scheduled.append(ScheduledSequence(branch.slot, branch.num_computed_tokens, 0, True))
+                states.append(branch)
+                sampling.append(branch)
+                branch.num_unseen_tokens += 1
+                insort(self._decoding, branch, key=by_order)
+            if sequence.status is SequenceStatus.RUNNING:
+                self._allocator.drop_unseen(sequence)
+            sequence.leave_family()  # those that found no room; in a trial, all of them
         block_stores, block_loads = self._allocator.take_transfers()
         plan = StepPlan(
             step_id=draft.step_id,
@@ -846,7 +937,9 @@ class Scheduler:
             block_appends=tuple(draft.appends),
             block_stores=block_stores,
             block_loads=block_loads,
+            block_copies=tuple(draft.copies),
         )
+        self._num_copied_blocks += len(draft.copies)
         self._released_slots.clear()
         self._next_step_id += 1
         self._in_flight.append(_InFlight(plan, states, sampling, num_decodes, is_trial))
@@ -866,7 +959,8 @@ class Scheduler:
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             gathered = sequence.prompt_logprobs
             scored: Sequence[TokenLogprobs] = output.prompt_logprobs.get(scheduled.slot, ())
-            if gathered is None or not scored or not sequence.accepts_output:
+            # Those of one that has ended, too: it may share its list with branches.
+            if gathered is None or not scored or not sequence.blocks_are_valid:
                 continue
             # Entry i scores position start + 1 + i; a preempted sequence scores some positions again.
             num_known = len(gathered) - scheduled.start
@@ -957,6 +1051,7 @@ class Scheduler:
     def _end(self, sequence: SequenceState) -> None:
         """Mark a live sequence as ended; its lists, slot and blocks are the caller's to see to."""
         del self._sequences[sequence.sequence_id]
+        sequence.leave_family()
         sequence.note_end()
         self._paused.discard(sequence.sequence_id)
         self._allocator.drop_swapped(sequence)

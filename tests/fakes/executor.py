@@ -111,6 +111,11 @@ class _Page:
         """Return what is there; -1 if nothing is."""
         return self.digests.get(offset, -1) if group_id == self.group_id else -1
 
+    def copy(self) -> "_Page":
+        page = _Page()
+        page.group_id, page.digests = self.group_id, dict(self.digests)
+        return page
+
 
 class _Row:
     """A device row. `digest` is the CRC of all its tokens; `is_lost` once a failed step touched it."""
@@ -184,6 +189,7 @@ class FakeRunner:
             self._move_pages(plan, is_garbage=False)
             self._write_kv(plan, is_garbage=False)
             self._check_kv(plan)
+            self._copy_blocks(plan)
         if self._scored_slots or self._next_token is not None or self._checks:
             return self._sample(plan)
         rows, vocab_size, crc32 = self._rows, self.info.vocab_size, zlib.crc32
@@ -202,6 +208,7 @@ class FakeRunner:
         if self._checks:
             self._move_pages(plan, is_garbage=True)
             self._write_kv(plan, is_garbage=True)
+            self._copy_blocks(plan)
         for sequence in plan.sequences:
             row = self._rows[sequence.slot]
             row.is_lost = True
@@ -236,7 +243,7 @@ class FakeRunner:
             row = self._rows[slot]
             digests = _prefix_digests(row.token_ids[: start + num_tokens])
             for group in self.info.kv_groups:
-                if isinstance(group.spec, RecurrentState) and start:
+                if isinstance(group.spec, RecurrentState) and start and num_tokens:
                     # What is read is overwritten.
                     self._check_position(plan, row, group, start - 1, digests[start - 1])
                 for position in range(start, start + num_tokens):
@@ -244,9 +251,21 @@ class FakeRunner:
                     for page, offset in self._places(row, group, position):
                         page.write(group.group_id, offset, None if lost else digests[position])
 
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        pages = self._pages
+        copies = [(target, pages[source].copy()) for source, target in plan.block_copies]
+        for target, page in copies:
+            pages[target] = page
+
     def _check_kv(self, plan: StepPlan) -> None:
+        origin: _Row | None = None
         for slot, start, num_tokens, _ in plan.sequences:
             row = self._rows[slot]
+            if not num_tokens:
+                assert origin is not None
+                row.is_lost |= origin.is_lost  # its logits; its blocks are looked at when it reads them
+                continue
+            origin = row
             digests = _prefix_digests(row.token_ids[: start + num_tokens])
             for group in self.info.kv_groups:
                 first, spec = 0, group.spec

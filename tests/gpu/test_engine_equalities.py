@@ -152,3 +152,22 @@ def test_choices_stops_and_what_is_launched_too_late_leave_nothing_behind(
         assert again == whole
         statistics = llm.statistics()
         assert (statistics.num_running, statistics.num_waiting, statistics.num_blocks_used) == (0, 0, 0)
+
+
+def test_the_best_of_several_are_the_likeliest_of_as_many_choices(
+    model: Path, device: str, prompts: list[list[int]]
+) -> None:
+    drawn: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "seed": 3}
+    with open_llm(model, device) as llm:
+        several = llm.generate(prompts[:4], SamplingParams(n=5, num_logprobs=0, **drawn), progress=False)
+        best = llm.generate(prompts[:4], SamplingParams(n=2, best_of=5, **drawn), progress=False)
+    for all_of_them, two in zip(several, best, strict=True):
+        means = [
+            sum(each.logprob for each in output.logprobs or ()) / len(output.token_ids)
+            for output in all_of_them.outputs
+        ]
+        ranked = sorted(range(5), key=means.__getitem__, reverse=True)
+        assert [output.token_ids for output in two.outputs] == [
+            all_of_them.outputs[index].token_ids for index in ranked[:2]
+        ]
+        assert all(output.logprobs is None for output in two.outputs)

@@ -11,16 +11,6 @@ from tests.fakes.executor import fake_continuation, fake_info, fake_logprobs
 from tests.loop.scheduling import Bench
 
 VOCAB = 40
-COUNTED = (
-    "preemptions",
-    "cached",
-    "failed_steps",
-    "losses",
-    "aborts",
-    "pauses",
-    "swaps",
-    "host_hits",
-)
 
 
 def simulate(seed: int) -> dict[str, int]:
@@ -78,21 +68,29 @@ def simulate(seed: int) -> dict[str, int]:
         prompt = prefix + [rng.randrange(VOCAB) for _ in range(prompt_len - len(prefix))]
         max_tokens = rng.randint(1, limit - prompt_len)
         stop = frozenset(rng.sample(range(VOCAB), rng.choice([0, 1, 3])))
-        for _ in range(rng.choice([1, 1, 3])):
+        num_sequences = rng.choice([1, 1, 3, 5])
+        # Choices of one request, or requests that happen to be alike.
+        are_family = rng.random() < 0.6
+        for index in range(num_sequences):
+            if index == 0 or not are_family:
+                asked = {
+                    "min_tokens": rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
+                    "priority": rng.randint(0, 2),
+                    "cache_salt": rng.choice([None, None, "salt"]),
+                    "num_prompt_logprobs": rng.choice([None, None, None, 2]),
+                    "num_logprobs": rng.choice([None, None, 1]),
+                }
             sequence_id = bench.add(
                 prompt,
                 max_tokens=max_tokens,
-                min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
-                priority=rng.randint(0, 2),
-                cache_salt=rng.choice([None, None, "salt"]),
                 stop_token_ids=stop,
-                num_prompt_logprobs=rng.choice([None, None, None, 2]),
-                num_logprobs=rng.choice([None, None, 1]),
+                leader_id=len(bench.received) - index if are_family else None,
+                **asked,
             )
             if rng.random() < culprit_rate:
                 bench.culprits[sequence_id] = rng.randrange(prompt_len + max_tokens)
 
-    num_losses = 0
+    num_losses = num_branches = 0
     while num_left or bench.has_work or paused:
         action = rng.random()
         if paused and (rng.random() < 0.3 or not bench.has_work):
@@ -110,6 +108,8 @@ def simulate(seed: int) -> dict[str, int]:
         elif action < 0.6:
             planned = bench.plan()
             assert planned is not None or bench.in_flight or not bench.has_work
+            if planned is not None:
+                num_branches += sum(not sequence.num_tokens for sequence in planned.sequences)
         elif bench.in_flight:
             if rng.random() < loss_rate:
                 bench.lose_device()
@@ -158,6 +158,8 @@ def simulate(seed: int) -> dict[str, int]:
         "pauses": bench.statistics().num_pauses,
         "swaps": bench.statistics().num_swaps,
         "host_hits": bench.statistics().host_cache_hits,
+        "branches": num_branches,
+        "copies": bench.statistics().num_copied_blocks,
     }
 
 
@@ -168,7 +170,7 @@ def test_random_life_gives_every_sequence_its_tokens_and_leaks_nothing(seed: int
 
 @pytest.mark.slow
 def test_many_random_lives_meet_everything_that_can_happen() -> None:
-    total = dict.fromkeys(COUNTED, 0)
+    total: dict[str, int] = {}
     for seed in range(1000, 1060):
         try:
             counts = simulate(seed)
@@ -176,5 +178,5 @@ def test_many_random_lives_meet_everything_that_can_happen() -> None:
             error.add_note(f"seed {seed}")
             raise
         for name, count in counts.items():
-            total[name] += count
+            total[name] = total.get(name, 0) + count
     assert all(count > 50 for count in total.values()), total
