@@ -94,8 +94,9 @@ class EngineCollector(Collector):
         yield self._counter("prefix_cache_hits_total", now.prefix_cache_hits)
         num_used, num_cached = now.num_host_blocks_used, now.num_host_blocks_cached
         num_free = now.num_host_blocks - num_used - num_cached
-        states = {("used",): num_used, ("cached",): num_cached, ("free",): num_free}
-        yield self._gauge("host_kv_blocks", states)
+        yield self._gauge(
+            "host_kv_blocks", {("used",): num_used, ("cached",): num_cached, ("free",): num_free}
+        )
         yield self._counter("external_prefix_cache_queries_total", now.host_cache_queries)
         yield self._counter("external_prefix_cache_hits_total", now.host_cache_hits)
         yield self._counter("kv_offload_store_bytes_total", now.host_stored_bytes)
