@@ -17,6 +17,9 @@ thread, several processes or a fake. Rules that every plan keeps (checked by `te
 Block ids are of one pool, whatever group a block serves; in the tables of a slot none stands twice, but for
 those that a window has passed: they may be others' by then. The device is not told, and reads nothing there.
 
+Host blocks are in `1 … num_host_blocks - 1`; of one plan's stores no two go to the same. Blocks are loaded
+when they are given to a slot, from a host block that was stored before and not lost with a failed step.
+
 Within one plan the device applies, in this order: releases, admissions, block appends, block stores, block
 loads, the step itself, block copies.
 Within the step each layer writes the K and V of *all* its tokens before any sequence attends, so a

@@ -91,8 +91,10 @@ class HostBlocks:
         """Copy host blocks to device blocks, for the work queued next."""
         for part, block_ids in self._parts(transfers):
             area = self._take_area()
-            stored = (self._stored[transfer.host_block] for transfer in part)
-            after = list({id(event): event for event in stored}.values())
+            stored = [self._stored.get(transfer.host_block) for transfer in part]
+            if None in stored:
+                raise InvariantError("a host block is loaded that nothing was stored in")
+            after = list({id(event): event for event in stored if event is not None}.values())
             if area.used is not None:
                 after.append(area.used)
             copied = self._device.copy_from_host(self._copies(part, area), after)

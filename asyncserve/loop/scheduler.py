@@ -16,6 +16,8 @@ as slots and blocks allow, begin in that same plan as branches, which share its 
 logits. Of those that find no room the first leads the others; so it does when their leader ends before, or
 its prompt is computed in a trial.
 
+Blocks of a preempted sequence may be kept in the host's memory (`host_tier`); then it goes on where it was.
+
 A step that fails sets its sequences back to their known tokens and puts them under suspicion: they are
 tried again in steps of their own, by halves (`suspects`), nothing else in flight, and only one that fails
 alone, twice, ends with an error. Nobody is admitted meanwhile. A step that lacked memory is tried again with

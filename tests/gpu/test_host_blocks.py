@@ -201,6 +201,16 @@ def test_a_host_block_that_does_not_exist_is_refused(host_block: int) -> None:
         blocks.store([BlockTransfer(1, host_block)])
 
 
+def test_a_host_block_without_content_is_not_loaded() -> None:
+    device = FakeDevice()
+    blocks = HostBlocks(
+        make_pages(device), num_blocks=NUM_HOST_BLOCKS, device=device, staging=Staging(device)
+    )
+    blocks.store([BlockTransfer(1, 5)])
+    with pytest.raises(InvariantError, match="nothing was stored"):
+        blocks.load([BlockTransfer(2, 5), BlockTransfer(3, 6)])
+
+
 def test_staging_takes_no_more_than_its_bound_and_no_more_than_the_host_holds() -> None:
     assert staging_bytes(1000, 0) == 0
     assert staging_bytes(1000, 5) == 8 * 5 * 1000
