@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from asyncserve.errors import AsyncserveError, InvalidRequest
 from asyncserve.grammar import Grammar
@@ -34,6 +34,12 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 4096
 """More characters than this in all bad words together are refused: the device keeps their tokens."""
 
+MAX_BEAM_STOP_TOKENS = 64
+"""More `stop_token_ids` than this are refused in a beam search: each stop token makes it look at more."""
+
+MAX_LENGTH_PENALTY = 10.0
+"""Length penalties further from 0 are refused: lengths are raised to them."""
+
 MAX_STRUCTURE_CHARACTERS = 256 * 1024
 """A longer description of an output's shape is refused: it is compiled, and kept for the next request."""
 
@@ -50,6 +56,10 @@ context leaves instead of being refused."""
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy, as in vLLM: hardly any chance is left there."""
+
+
+EarlyStopping = bool | Literal["never"]
+"""When a beam search is over; see `SamplingParams`."""
 
 
 class FinishReason(enum.Enum):
@@ -113,7 +123,16 @@ class SamplingParams:
     Numbers of other libraries (numpy's) are taken and become Python's; a bool is no number here.
 
     Args:
-        n: Number of independent continuations of the prompt, at least 1.
+        n: Number of continuations of the prompt that are given, at least 1.
+        best_of: Number that are generated, at least `n`; the `n` likeliest by mean log-probability of their
+            tokens are given, likeliest first. In a beam search, its width. None means `n`.
+        use_beam_search: The continuations are the likeliest that a beam search finds, best first, instead of
+            drawn ones. What draws or changes probabilities is refused then, as are stop strings,
+            log-probabilities and structures.
+        length_penalty: Of a beam search, whose results are ranked by log-probability divided by length to
+            this power, in [-10, 10].
+        early_stopping: Of a beam search: whether it ends with as many finished continuations as it is wide
+            (True), when no better ones are likely (False), or when there can be none ("never").
         temperature: Logits are divided by it, in [0, 100]; below 1e-5 the likeliest token is always taken.
         top_k: Keep the k most likely tokens; 0 or -1 keeps all.
         top_p: Keep the smallest set of tokens whose probability reaches it, in (0, 1].
@@ -145,6 +164,10 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -212,6 +235,48 @@ class SamplingParams:
             _in_range("logprobs", self.num_logprobs, low=0)
         if self.num_prompt_logprobs is not None:
             _in_range("prompt_logprobs", self.num_prompt_logprobs, low=0)
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(f"best_of is {self.best_of}, below n {self.n}", param="best_of")
+        _in_range("length_penalty", self.length_penalty, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY)
+        self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        """Refuse what a beam search cannot honour, and what is of beam searches only."""
+        if not isinstance(self.use_beam_search, bool):
+            raise InvalidRequest("use_beam_search must be true or false", param="use_beam_search")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequest('early_stopping must be true, false or "never"', param="early_stopping")
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise InvalidRequest(f"{name} is of beam searches; set use_beam_search, too", param=name)
+            return
+        if not (self.is_greedy or self.temperature == 1.0):
+            raise _not_with_beams("temperature", "leave it out, or give 0 or 1")
+        for name, neutral in (
+            ("top_p", 1.0),
+            ("top_k", 0),
+            ("min_p", 0.0),
+            ("presence_penalty", 0.0),
+            ("frequency_penalty", 0.0),
+            ("repetition_penalty", 1.0),
+        ):
+            if getattr(self, name) != neutral:
+                raise _not_with_beams(name, f"leave it out, or give {neutral:g}")
+        if self.stop:
+            raise _not_with_beams("stop", "stop_token_ids can")
+        if len(self.stop_token_ids) > MAX_BEAM_STOP_TOKENS:
+            raise InvalidRequest(
+                f"stop_token_ids has {len(self.stop_token_ids)} tokens; a beam search takes at most"
+                f" {MAX_BEAM_STOP_TOKENS}",
+                param="stop_token_ids",
+            )
+        if self.num_logprobs is not None:
+            raise _not_with_beams("logprobs", "leave it out")
+        if self.num_prompt_logprobs is not None:
+            raise _not_with_beams("prompt_logprobs", "leave it out")
+        if self.structured is not None:
+            raise _not_with_beams(self.structured.param, "leave it out")
 
     def _typed(self) -> dict[str, Any]:
         """Return every number, and every value that holds some, as the type it is used as."""
@@ -256,6 +321,11 @@ class SamplingParams:
         return values
 
     @property
+    def num_sequences(self) -> int:
+        """How many continuations are generated; in a beam search, how wide it is."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW
@@ -268,6 +338,7 @@ class SamplingParams:
 
 _INTEGERS = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS = {
+    "best_of": "best_of",
     "max_tokens": "max_tokens",
     "seed": "seed",
     "num_logprobs": "logprobs",
@@ -281,9 +352,14 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "length_penalty",
 )
 _MAX_INTEGER = 2**63 - 1
 """What no integer exceeds, wherever it goes from here."""
+
+
+def _not_with_beams(name: str, advice: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} cannot be used in a beam search; {advice}", param=name)
 
 
 def _integer(name: str, value: object) -> int:
@@ -474,11 +550,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedRequest:
-    """One sequence of a request, ready for the scheduler; a request with `n` = 3 makes three.
+    """One sequence of a request, ready for the scheduler; a request makes `sampling.num_sequences`.
 
     Args:
         sequence_id: Unique for the life of the engine; what scheduler and detokenizer know it by.
-        index: Which of the request's `n` choices this is.
+        index: Which of the request's sequences this is; of a beam search, which of its results it becomes.
         prompt_token_ids: `array('i')`, at least one token.
         max_output_len: Most tokens to generate: `max_tokens` if it was given, else what the context leaves.
         stop_token_ids: Every id that ends the sequence: the request's and, unless ignored, the EOS ids.

@@ -59,6 +59,8 @@ class Padded:
 class Batch:
     """One step, ready for the model. Rows stand in plan order: decode steps first, then prefill chunks.
 
+    A branch is a row without tokens: it samples from the last token before it.
+
     Args:
         input_ids: `[num_tokens] int32`, rows concatenated.
         positions: `[num_tokens] int64`, absolute position of each token.
@@ -167,7 +169,7 @@ def build_batch(
     query_start = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(query_lens, out=query_start[1:])
     num_tokens = int(query_start[-1])
-    if num_tokens == num_rows:
+    if num_decode_rows == num_rows:
         token_slots, positions = row_slots, starts
     else:
         token_slots = np.repeat(row_slots, query_lens)
@@ -179,7 +181,7 @@ def build_batch(
             positions,
             query_start.astype(np.int32),
             seq_lens.astype(np.int32),
-            query_start[1:][sample_rows] - 1,
+            query_start[1:][sample_rows] - 1,  # of a branch, that of the row it stands behind
             sample_slots.astype(np.int32),
             seq_lens[sample_rows],
             slots.flat_indices(sample_slots, seq_lens[sample_rows]),

@@ -85,7 +85,8 @@ class BlockTable:
             return unclean
         for slot, start, num_tokens, _ in sequences:
             first = self._first_unclean.pop(slot, None)
-            if first is not None:
+            # What a branch begins with is another's, or becomes a copy of it whole.
+            if first is not None and num_tokens:
                 first = max(first, (start + num_tokens) // self.block_len)
                 unclean.extend(self._table[slot, first : self._lens[slot]].tolist())
         return unclean
@@ -142,6 +143,29 @@ class BlockTable:
     def mark_sent(self, slots: Int64Array) -> None:
         """Take note that the device's tables of these rows are complete."""
         self._sent[slots] = self._lens[slots]
+
+    def inherit(
+        self, slots: Int64Array, parents: Int64Array, lens: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Let rows hold the full blocks of others in place of their own, all at once.
+
+        Args:
+            slots: `[num]`, the rows, distinct.
+            parents: `[num]`, slot of the row whose blocks each takes.
+            lens: `[num]`, positions computed of both.
+
+        Returns:
+            The blocks, `[num_partial]` each, whose content it takes and that it takes it with, of the rows
+            whose last block is not full.
+        """
+        full = lens // self.block_len
+        width = int(full.max()) + 1
+        taken, own = self._table[parents, :width], self._table[slots, :width]
+        is_full = np.arange(width) < full[:, None]
+        self._table[slots, :width] = np.where(is_full, taken, own)
+        is_partial = full * self.block_len < lens
+        rows, columns = is_partial.nonzero()[0], full[is_partial]
+        return taken[rows, columns].astype(np.int64), own[rows, columns].astype(np.int64)
 
     def slot_mapping(self, slots: Int64Array, positions: Int64Array) -> Int64Array:
         """Return `block_id * block_len + offset` of each (slot, position), `[num]`."""

@@ -20,6 +20,10 @@ from asyncserve.errors import InvariantError
 from asyncserve.kv_spec import FullAttention, KVGroup, KVSpec, RecurrentState
 
 _ALIGNMENT_BYTES = 64
+_COPY_BYTES = 64 * 1024 * 1024
+"""Most bytes of blocks that are on their way at once, unless those of one storage are more."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Dtypes that every device copies elements of so many bytes in, whatever they mean."""
 
 
 class KVCache:
@@ -57,6 +61,11 @@ class KVCache:
         self.values = [layers[layer_id][1] for layer_id in range(len(layers))]
         self.group_of_layer = [layers[layer_id][2] for layer_id in range(len(layers))]
 
+    @property
+    def pages(self) -> torch.Tensor:
+        """Everything by block: a view of `[num_blocks, …]`."""
+        return self._storages.movedim(2, 0)
+
     def write(
         self, layer_id: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,6 +95,20 @@ class KVCache:
             block_ids: `[num] int64`, on the cache's device.
         """
         self._storages.index_fill_(2, block_ids, 0)
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Give whole blocks the content of others, in every storage; as if all at once: blocks may swap.
+
+        Args:
+            sources: `[num] int64`, block ids, on the cache's device.
+            targets: As `sources`, distinct.
+        """
+        bits = self._storages.view(_BITS[self._storages.element_size()])
+        num_bytes = len(sources) * self.groups[0].spec.bytes_per_block
+        num_at_once = max(1, _COPY_BYTES // num_bytes)
+        for first in range(0, len(bits), num_at_once):
+            storages = bits[first : first + num_at_once]
+            storages.index_copy_(2, targets, storages.index_select(2, sources))
 
 
 def _page_shape(spec: KVSpec) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ the changes to the persistent rows, and holds only what every request needs: a f
 plan and one call at a named point. Runs on the device thread. Knows no request, asyncio or text.
 
 Invariants:
-* rows change in plan order: releases, admissions, block appends, then the step;
+* rows change in plan order: releases, admissions, block appends, stores, loads, then the step, then block
+  copies;
 * these changes are made even if the step then fails, so that the plans queued behind it stay valid;
 * a position is attended only after it was written since its block was handed out, unless the backend reads
   what is unwritten: then the block is zeroed first;
@@ -19,21 +20,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from asyncserve.errors import InvariantError
 from asyncserve.gpu.attention.interface import AttentionBackend, StepAttention
 from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import Device, Event
 from asyncserve.gpu.graphs import GraphPool, StepGraph
+from asyncserve.gpu.host_blocks import HostBlocks
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.models.interface import Model
+from asyncserve.gpu.sampling.beams import ChosenBeams
 from asyncserve.gpu.sampling.sampler import Sampler
 from asyncserve.gpu.slots import SlotTable
 from asyncserve.gpu.staging import ResultRing, Staging
 from asyncserve.gpu.step_inputs import DeviceInputs, HostInputs, StepInputs, StepSize
 from asyncserve.kv_spec import KVGroup
 from asyncserve.request import TokenLogprobs
-from asyncserve.step import StepOutput, StepPlan, StepTimes
+from asyncserve.step import BlockCopy, StepOutput, StepPlan, StepTimes
 
 _PROMPT_LOGITS_BYTES = 32 * 1024 * 1024
 """Most bytes of float32 logits made at once when a prompt is scored."""
@@ -53,6 +57,7 @@ class ModelRunner:
         makes_inputs_on_device: Whether kernels make a step's inputs. Needs a backend that reads nothing
             unwritten.
         graph_sizes: Steps to capture as graphs when `capture_next` is called; needs the former.
+        num_host_blocks: Blocks of the host's memory, block 0 (never used) included; 0 for none.
 
     Attributes:
         device: As given.
@@ -70,6 +75,7 @@ class ModelRunner:
         max_model_len: int,
         makes_inputs_on_device: bool = False,
         graph_sizes: Sequence[StepSize] = (),
+        num_host_blocks: int = 0,
     ) -> None:
         self._model = model
         self.device = device
@@ -94,6 +100,11 @@ class ModelRunner:
             assert not attention.reads_unwritten, "the device's tables end where a sequence ends"
             self._inputs = DeviceInputs(self._slots, self._block_tables, self._staging, device)
             self._results = ResultRing(device, num_slots=num_slots)
+        self._host_blocks: HostBlocks | None = None
+        if num_host_blocks:
+            self._host_blocks = HostBlocks(
+                kv_cache.pages, num_blocks=num_host_blocks, device=device, staging=self._staging
+            )
         self._graphs = GraphPool(graph_sizes)
         self._graph_memory = device.graph_pool()
         self._graph_rows = max((size.num_rows for size in graph_sizes), default=0)
@@ -114,6 +125,11 @@ class ModelRunner:
     def graphs_pending(self) -> int:
         """Graphs that are to be captured still."""
         return self._graphs.num_pending
+
+    def measure_transfers(self) -> float:
+        """Return the seconds that a block takes to the host's memory and back; while nothing runs."""
+        with torch.inference_mode():
+            return self._require_host_blocks().measure()
 
     def capture_next(self) -> None:
         """Capture one graph more, the largest that is left; steps may be in flight."""
@@ -185,9 +201,13 @@ class ModelRunner:
             if slots:
                 logits = self._model.logits(hidden.index_select(0, batch.sample_tokens))
 
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
+
         copies: Sequence[torch.Tensor] = ()
         sources: list[torch.Tensor] = []
         logprobs = None
+        beams: ChosenBeams | None = None
         is_plain = self._results is not None and self._sampler.is_plain(slots)
         if logits is not None and is_plain:
             truncates = self._sampler.truncates(slots)
@@ -200,9 +220,14 @@ class ModelRunner:
         elif logits is not None:
             positions = [position for _, position in sampled]
             chosen = self._sampler.sample(logits, slots, positions, self._slots)
+            beams = chosen.beams
+            if beams is not None:
+                self._inherit(beams, positions)
             self._slots.write(rows.write_back[: len(slots)], chosen.token_ids)
             self._sampler.record(slots, chosen.token_ids)
             sources.append(chosen.token_ids)
+            if beams is not None:
+                sources += (beams.pairs, beams.scores)
             logprobs = chosen.logprobs
         copied = end = self.device.record_event()
         if sources:
@@ -226,6 +251,7 @@ class ModelRunner:
                 token_ids=token_ids,
                 logprobs=dict(logprobs) if logprobs is not None else {},
                 prompt_logprobs=prompt_logprobs,
+                beams=beams.candidates(*copies[1:]) if beams is not None else {},
                 device_s=end.seconds_since(start),
                 launch_s=launched_s - began_s,
                 idle_s=idle_s,
@@ -240,7 +266,7 @@ class ModelRunner:
             return None  # prompts are scored from the hidden states of every token
         num_rows, num_tokens = len(plan.sequences), plan.num_tokens
         num_long = next(
-            (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens > 1), 0
+            (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens != 1), 0
         )
         size = StepSize(num_rows=num_rows, num_tokens=num_tokens, num_long_rows=num_long)
         # A sequence that begins may share a block that the same step fills.
@@ -255,6 +281,15 @@ class ModelRunner:
     def _choose(self, logits: torch.Tensor, rows: SampleRows, *, truncates: bool) -> None:
         assert self._results is not None
         self._sampler.choose(logits, rows, self._slots.history, self._results.memory, truncates=truncates)
+
+    def _inherit(self, beams: ChosenBeams, positions: Sequence[int]) -> None:
+        """Let rows of beam searches take the tokens and the KV of those they go on from."""
+        lens = np.array([positions[row] for row in beams.rows], np.int64)
+        slots = np.array(beams.slots, np.int64)
+        self._slots.inherit(beams.slot_ids, beams.parent_slots, int(lens.max()))
+        sources, targets = self._inputs.inherit(slots, beams.parent_slots, lens)
+        if len(sources):
+            self._kv_cache.copy_blocks(sources, targets)
 
     def _capture(self, size: StepSize) -> StepGraph:
         """Capture a step of padding, which writes nothing that belongs to a sequence."""
@@ -300,7 +335,7 @@ class ModelRunner:
         )
 
     def _update_rows(self, plan: StepPlan) -> bool:
-        """Apply releases, admissions and appends; return whether sequences were running before the plan."""
+        """Apply all that comes before the step; return whether sequences were running before the plan."""
         for slot in plan.released_slots:
             self._slots.release(slot)
             self._sampler.release(slot)
@@ -314,12 +349,26 @@ class ModelRunner:
         self._sampler.upload()
         for append in plan.block_appends:
             self._block_tables[append.group_id].append(append)
+        if plan.block_stores:
+            self._require_host_blocks().store(plan.block_stores)
         for table in self._block_tables if self._attention.reads_unwritten else ():
             unclean = table.take_unclean(plan.sequences)
             if unclean:
                 (block_ids,) = self._staging.upload([np.array(unclean, dtype=np.int64)])
                 self._kv_cache.zero_blocks(block_ids)
+        if plan.block_loads:
+            # Not before a block is zeroed: of one that is loaded the rest may be left unwritten, too.
+            self._require_host_blocks().load(plan.block_loads)
         return was_running
+
+    def _require_host_blocks(self) -> HostBlocks:
+        if self._host_blocks is None:
+            raise InvariantError("a plan moves blocks to the host, which has no memory for them")
+        return self._host_blocks
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        sources, targets = self._staging.upload(list(np.array(copies, np.int64).T.copy()))
+        self._kv_cache.copy_blocks(sources, targets)
 
     def _score_prompts(
         self, plan: StepPlan, batch: Batch, hidden: torch.Tensor

@@ -103,6 +103,17 @@ class SlotTable:
         """
         self.history.index_copy_(0, indices, token_ids.clamp_min(0).to(torch.int32))
 
+    def inherit(self, slots: torch.Tensor, parents: torch.Tensor, stop: int) -> None:
+        """Give rows the tokens of others, all at once.
+
+        Args:
+            slots: `[num] int64`, the rows, distinct.
+            parents: `[num] int64`, slot of the row whose tokens each takes.
+            stop: Positions below this are taken.
+        """
+        rows = self.history[: self.num_slots * self.width].view(self.num_slots, self.width)[:, :stop]
+        rows.index_copy_(0, slots, rows.index_select(0, parents))
+
     def tokens(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """Return a slot's tokens at positions `start … stop - 1`, `[stop - start] int32`, a view."""
         begin = slot * self.width

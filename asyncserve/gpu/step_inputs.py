@@ -68,6 +68,21 @@ class StepInputs(Protocol):
     def settle(self) -> None:
         """Take note that what `take` queued will be used: the device's block tables are up to date."""
 
+    def inherit(
+        self, slots: Int64Array, parents: torch.Tensor, lens: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let rows hold the full blocks of others in place of their own, all at once.
+
+        Args:
+            slots: `[num]`, the rows, distinct; all were in the last step.
+            parents: `[num] int64` on the device, slot of the row whose blocks each takes.
+            lens: `[num]`, positions computed of both.
+
+        Returns:
+            The blocks of all groups, `[num_partial] int64` each on the device, whose content is to be taken
+            and that are to take it: those of rows whose last block is not full.
+        """
+
 
 class HostInputs:
     """Inputs made in numpy, whose calls cost a fifth of torch's at these sizes.
@@ -97,6 +112,17 @@ class HostInputs:
 
     def settle(self) -> None:
         """Do nothing: the device keeps no tables."""
+
+    def inherit(
+        self, slots: Int64Array, parents: torch.Tensor, lens: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Change the tables, which are here; where the parents are on a GPU, they are waited for."""
+        on_host = parents.cpu().numpy()
+        pairs = [table.inherit(slots, on_host, lens) for table in self._block_tables]
+        sources, targets = self._staging.upload(
+            [np.concatenate([pair[side] for pair in pairs]) for side in (0, 1)]
+        )
+        return sources, targets
 
 
 class DeviceInputs:
@@ -227,3 +253,25 @@ class DeviceInputs:
         """Mark the rows' tables as sent."""
         for table in self._block_tables:
             table.mark_sent(self._row_slots)
+
+    def inherit(
+        self, slots: Int64Array, parents: torch.Tensor, lens: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Change the device's tables; the host's keep what they have sent, and send it no more."""
+        fulls = [lens // block_len for block_len in self._block_lens]
+        partials = [
+            (full * block_len < lens).nonzero()[0]
+            for full, block_len in zip(fulls, self._block_lens, strict=True)
+        ]
+        slot_ids, *uploads = self._staging.upload([slots, *fulls, *partials])
+        sources, targets = [], []
+        for group_id, table in enumerate(self._on_device):
+            full, partial = uploads[group_id], uploads[len(fulls) + group_id]
+            rows = table[:, : int(fulls[group_id].max()) + 1]
+            taken, own = rows.index_select(0, parents), rows.index_select(0, slot_ids)
+            is_full = torch.arange(rows.shape[1], device=full.device) < full.unsqueeze(1)
+            rows.index_copy_(0, slot_ids, torch.where(is_full, taken, own))
+            columns = full.index_select(0, partial).unsqueeze(1)
+            sources.append(taken.index_select(0, partial).gather(1, columns).squeeze(1))
+            targets.append(own.index_select(0, partial).gather(1, columns).squeeze(1))
+        return torch.cat(sources).to(torch.int64), torch.cat(targets).to(torch.int64)

@@ -91,9 +91,10 @@ def _checked_completion(
     check_common(body)
     prompts = _prompts(body)
     sampling = _sampling(body, serving)
-    if len(prompts) * sampling.n > MAX_SEQUENCES:
+    if len(prompts) * sampling.num_sequences > MAX_SEQUENCES:
         raise InvalidRequest(
-            f"{len(prompts)} prompts with n = {sampling.n}; at most {MAX_SEQUENCES} sequences are taken",
+            f"{len(prompts)} prompts with {sampling.num_sequences} answers each; at most {MAX_SEQUENCES}"
+            " sequences are taken",
             param="prompt",
         )
     return prompts, sampling

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -49,6 +49,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "custom_logit_processor": (),
     "documents": ([],),
+    "early_stopping": (False,),
     "ebnf": (),
     "ec_transfer_params": (),
     "function_call": ("none", "auto"),
@@ -82,7 +83,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Fields that change the answer and are not implemented; with each, the values that ask for nothing."""
 
 REASONS: Mapping[str, str] = {
-    "best_of": "best_of is not implemented yet; n gives several answers to choose from",
     "ebnf": "ebnf is not supported by this server; use structured_outputs.grammar",
     "function_call": "function_call, the older form of tool_choice, is not supported; use tool_choice",
     "functions": "functions, the older form of tools, is not supported; use tools",
@@ -91,7 +91,6 @@ REASONS: Mapping[str, str] = {
     "regex": "regex is not supported as a field of its own; use structured_outputs.regex",
     "suffix": "suffix is not supported: this server continues texts and fills no gaps",
     "truncation_side": "truncation_side can only be left: the end of a prompt is kept",
-    "use_beam_search": "use_beam_search is not implemented yet; n gives several answers",
 }
 """What is said of some of them."""
 
@@ -158,6 +157,33 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         msgspec.Meta(description="Leave out tokens less likely than this times the likeliest one"),
     ] = None
     n: Annotated[int | None, msgspec.Meta(description="Answers to each prompt")] = None
+    best_of: Annotated[
+        int | None,
+        msgspec.Meta(
+            description="Generate so many answers, and give the `n` likeliest by log-probability per token;"
+            " all count in the usage. With use_beam_search, how wide it searches. Above `n` not with stream"
+        ),
+    ] = None
+    use_beam_search: Annotated[
+        bool | None,
+        msgspec.Meta(
+            description="Give the `n` likeliest answers that a beam search finds, as wide as `best_of` or"
+            " `n`; not with stream, stop, log-probabilities, a shape of the answer, or what changes the odds"
+        ),
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        msgspec.Meta(
+            description="A beam search ranks answers by log-probability divided by length to this power"
+        ),
+    ] = None
+    early_stopping: Annotated[
+        bool | Literal["never"] | None,
+        msgspec.Meta(
+            description="A beam search ends with as many finished answers as it is wide (true), when better"
+            ' ones are unlikely (false), or when there can be none ("never")'
+        ),
+    ] = None
     stop: Annotated[
         str | list[str] | None,
         msgspec.Meta(description="Strings that end the answer, which does not contain them"),
@@ -587,8 +613,16 @@ def sampling_params(
     """
     if body.n is not None and body.n > MAX_CHOICES:
         raise InvalidRequest(f"n is {_shown(body.n)}; at most {MAX_CHOICES} choices are given", param="n")
+    if body.best_of is not None and body.best_of > MAX_CHOICES:
+        raise InvalidRequest(
+            f"best_of is {_shown(body.best_of)}; at most {MAX_CHOICES} answers are generated", param="best_of"
+        )
     given = {
         "n": body.n,
+        "best_of": body.best_of,
+        "use_beam_search": body.use_beam_search,
+        "length_penalty": body.length_penalty,
+        "early_stopping": body.early_stopping,
         "temperature": body.temperature,
         "top_k": body.top_k,
         "top_p": body.top_p,
@@ -608,7 +642,8 @@ def sampling_params(
         "bad_words": body.bad_words,
         "structured": structured,
     }
-    values: dict[str, Any] = dict(defaults)
+    # A beam search draws nothing: values recommended for drawing are not meant for it.
+    values: dict[str, Any] = {} if body.use_beam_search else dict(defaults)
     values.update((name, value) for name, value in given.items() if value is not None)
     return SamplingParams(
         max_tokens=max_tokens, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs, **values
@@ -619,10 +654,21 @@ def check_common(body: GenerationBody) -> None:
     """Refuse what both endpoints refuse and `SamplingParams` does not see.
 
     Raises:
-        InvalidRequest: Stream options without a stream, a salt or a request id that cannot be meant.
+        InvalidRequest: Stream options without a stream, a stream of what is known at its end, a salt or a
+            request id that cannot be meant.
     """
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options are for streams; set stream to true", param="stream_options")
+    if body.stream and body.use_beam_search:
+        raise InvalidRequest(
+            "a beam search knows its answers at its end only; leave out stream", param="stream"
+        )
+    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
+        raise InvalidRequest(
+            f"best_of is {_shown(body.best_of)}, above n {_shown(body.n or 1)}: which answers are best is"
+            " known at their end only; leave out stream",
+            param="best_of",
+        )
     salt = body.cache_salt
     if salt is not None and not 0 < len(salt) <= MAX_CACHE_SALT_LEN:
         raise InvalidRequest(

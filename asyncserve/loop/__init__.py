@@ -22,12 +22,16 @@ Files in the order a request meets them:
 * waiting: the waiting sequences, in the order of the policy
 * scheduler: which sequences compute how many tokens in the next step; what a finished step means
 * suspects: sequences of failed steps, tried by halves until the culprit is found
+* beam_search: which rows of a beam search go on, what is finished, when it is over
 * sequence_limits: how long a sequence may be
 * step_limit: the most tokens of a step, fewer for a while after one lacked memory
 * restart_budget: how often a lost device may be opened anew
 * kv_groups: blocks of all KV groups together: match a cached prefix, extend, let windows pass, release
+* host_tier: blocks in the host's memory, of preempted sequences and of evicted prefixes
+* swap_cost: whether a preempted sequence comes back cheaper from there or computed again
 * kv_pool: the blocks that all groups share: reference counts, free list in eviction order, prefix index
 * prefix_hash: chained hash of a block's tokens
+* best_of: more continuations than are given, and the best of them
 * detokenizer: token ids to text, incrementally
 * stop_strings: where a stop string begins in text that still grows
 """

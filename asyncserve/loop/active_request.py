@@ -44,9 +44,10 @@ class ActiveRequest:
         self.sink = sink
         self.seed = seed
         self.timelines = [
-            RequestTimeline(arrived_s=request.arrival_s, request=request) for _ in range(request.sampling.n)
+            RequestTimeline(arrived_s=request.arrival_s, request=request)
+            for _ in range(request.sampling.num_sequences)
         ]
-        self.num_open = request.sampling.n
+        self.num_open = request.sampling.num_sequences
         # As long as it is in nobody's queue; estimated until the prompt is encoded.
         self.load = Load(self.num_open, self.num_open * estimated_len(request))
         self.is_paused = False

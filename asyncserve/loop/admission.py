@@ -231,7 +231,7 @@ class Admission:
         bad_words: tuple[tuple[int, ...], ...] = (),
         grammar: Grammar | None = None,
     ) -> list[TokenizedRequest]:
-        """Return the request's `n` sequences; in their request, the prompt is its tokens.
+        """Return the request's sequences; in their request, the prompt is its tokens.
 
         Args:
             prompt_token_ids: As `encode_prompt` gave them.
@@ -245,6 +245,8 @@ class Admission:
             InvalidRequest: Every allowed token is forbidden.
         """
         sampling = request.sampling
+        if sampling.use_beam_search:
+            raise InvalidRequest("beam searches are not served yet", param="use_beam_search")
         max_output_len = self._max_output_len(request, len(prompt_token_ids))
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if grammar is not None:
@@ -275,7 +277,7 @@ class Admission:
                 bad_words=bad_words,
                 grammar=grammar,
             )
-            for index in range(sampling.n)
+            for index in range(sampling.num_sequences)
         ]
 
     def _num_kept(self, request: Request) -> int | None:

@@ -18,6 +18,7 @@ from functools import partial
 from asyncserve.errors import AsyncserveError, DeadlineExceeded, EngineStopped, InvalidRequest, NotReady
 from asyncserve.loop.active_request import ActiveRequest
 from asyncserve.loop.admission import Admission, estimated_len
+from asyncserve.loop.best_of import BestOfSink, with_scores
 from asyncserve.loop.channel import ChannelClosed
 from asyncserve.loop.detokenizer import Detokenizer
 from asyncserve.loop.grammar import XGrammarCompiler
@@ -276,7 +277,10 @@ class Engine:
                 raise DeadlineExceeded("the time for the answer was over before the request could be taken")
             if request.request_id in pipeline:
                 raise InvalidRequest(f"a request with id {request.request_id!r} is being served")
-            seed = request.sampling.seed
+            sampling = request.sampling
+            if sampling.num_sequences > sampling.n:
+                request, sink = with_scores(request), BestOfSink(sink, sampling)
+            seed = sampling.seed
             if seed is None:
                 seed = self._seeds.getrandbits(63)
             try:
@@ -301,8 +305,8 @@ class Engine:
         try:
             pipeline = self._accepting_pipeline()
             asked = Load(
-                sum(request.sampling.n for request in requests),
-                sum(request.sampling.n * estimated_len(request) for request in requests),
+                sum(request.sampling.num_sequences for request in requests),
+                sum(request.sampling.num_sequences * estimated_len(request) for request in requests),
             )
             excess = self._bounds.excess(
                 asked,
@@ -345,6 +349,8 @@ class Engine:
         if self._pipeline is None:
             return
         sink = self._pipeline.abort(request_id)
+        if isinstance(sink, BestOfSink):
+            sink = sink.sink
         if isinstance(sink, _IteratorSink):
             sink.end()
 

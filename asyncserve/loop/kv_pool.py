@@ -13,7 +13,7 @@ Invariants (`check`):
 * used and cached blocks are counted for each group.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asyncserve.errors import InvariantError
 
@@ -35,10 +35,20 @@ class KVBlock:
 class KVBlockPool:
     """Gives out and takes back the blocks that all groups share."""
 
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
-        """Make a pool of `num_blocks` blocks, the null block included."""
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int,
+        *,
+        note_evicted: Callable[[int, bytes, int], object] | None = None,
+    ) -> None:
+        """Make a pool of `num_blocks` blocks, the null block included.
+
+        `note_evicted` is called with a cached block that is being given out anew, its digest and its group.
+        """
         if num_blocks < 2:
             raise InvariantError(f"a pool of {num_blocks} blocks has none to give out")
+        self._note_evicted = note_evicted
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         # The null block closes the ring: its `next` is evicted first, its `previous` last.
         self._ring = self._blocks[0]
@@ -46,6 +56,7 @@ class KVBlockPool:
         self._num_free = 0
         self._num_used = [0] * num_groups
         self._num_cached = [0] * num_groups
+        self._num_saved = 0
         for block in self._blocks[1:]:
             self._link_last(block)
 
@@ -64,6 +75,11 @@ class KVBlockPool:
         """Free blocks whose content can still be reused."""
         return sum(self._num_cached)
 
+    @property
+    def num_saved(self) -> int:
+        """Blocks that there would have to be more if nobody shared any."""
+        return self._num_saved
+
     def num_used_by(self, group_id: int) -> int:
         """Return how many blocks are held for a group."""
         return self._num_used[group_id]
@@ -81,6 +97,8 @@ class KVBlockPool:
             block = self._ring.next
             self._unlink(block)
             if block.digest is not None:
+                if self._note_evicted is not None:
+                    self._note_evicted(block.block_id, block.digest, block.group_id)
                 del self._index[block.group_id][block.digest]
                 block.digest = None
             block.ref_count = 1
@@ -108,7 +126,16 @@ class KVBlockPool:
         if block.ref_count == 0:
             self._unlink(block)
             self._num_used[block.group_id] += 1
+        else:
+            self._num_saved += 1
         block.ref_count += 1
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks, each held by somebody already, once more."""
+        blocks = self._blocks
+        for block_id in block_ids:
+            blocks[block_id].ref_count += 1
+        self._num_saved += len(block_ids)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one hold of each block of a sequence, listed from its beginning to its end.
@@ -128,6 +155,7 @@ class KVBlockPool:
                 raise InvariantError(f"block {block_id} is released and nobody holds it")
             block.ref_count = ref_count - 1
             if ref_count > 1:
+                self._num_saved -= 1
                 continue
             num_used[block.group_id] -= 1
             if block.digest is not None:
@@ -194,6 +222,9 @@ class KVBlockPool:
                 raise InvariantError(
                     f"{num_used} blocks are held for group {group_id}, {num_counted} were counted"
                 )
+        num_saved = sum(expected.values()) - len(expected)
+        if num_saved != self._num_saved:
+            raise InvariantError(f"{num_saved} blocks are saved by sharing, {self._num_saved} were counted")
         if len(free) + len(expected) != self.num_usable:
             raise InvariantError(f"{len(free)} free + {len(expected)} held blocks of {self.num_usable}")
 

@@ -359,11 +359,12 @@ class Pipeline:
                 await applied.put(step)
 
     def _add(self, arrival: Arrival) -> None:
+        leader_id = arrival.sequences[0].tokenized.sequence_id
         for sequence in arrival.sequences:
             sequence_id = sequence.tokenized.sequence_id
             self._sequences[sequence_id] = sequence
             arrival.active.sequence_ids.append(sequence_id)
-            self._scheduler.add(sequence.tokenized, sequence.timeline)
+            self._scheduler.add(sequence.tokenized, sequence.timeline, leader_id=leader_id)
             if arrival.active.is_paused:
                 self._scheduler.pause(sequence_id)
 

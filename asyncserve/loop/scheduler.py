@@ -11,6 +11,13 @@ long prompt slows the others down but never stops them. A prompt's blocks are ta
 at once (for window layers, those of a window and a chunk); a decode step that finds no block preempts the
 last in order, which waits again with all its known tokens.
 
+Sequences of one request have one prompt. The first leads: the others wait until a plan ends its prompt and,
+as slots and blocks allow, begin in that same plan as branches, which share its blocks and sample from its
+logits. Of those that find no room the first leads the others; so it does when their leader ends before, or
+its prompt is computed in a trial.
+
+Blocks of a preempted sequence may be kept in the host's memory (`host_tier`); then it goes on where it was.
+
 A step that fails sets its sequences back to their known tokens and puts them under suspicion: they are
 tried again in steps of their own, by halves (`suspects`), nothing else in flight, and only one that fails
 alone, twice, ends with an error. Nobody is admitted meanwhile, and those that run give way if they must. A
@@ -42,12 +49,15 @@ from asyncserve.errors import (
     StepFailed,
     StepOutOfMemory,
 )
+from asyncserve.kv_spec import pool_bytes_per_block
+from asyncserve.loop.host_tier import HostCounts, HostTier
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.loop.sequence_limits import SequenceLimits
 from asyncserve.loop.step_limit import StepLimit
 from asyncserve.loop.suspects import Suspects
+from asyncserve.loop.swap_cost import SwapCost
 from asyncserve.loop.waiting import by_order, waiting_queue
 from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import FinishReason, TokenDelta, TokenizedRequest, TokenLogprobs
@@ -55,6 +65,7 @@ from asyncserve.step import (
     BAD_LOGITS,
     NO_TOKEN,
     BlockAppend,
+    BlockCopy,
     ExecutorInfo,
     ScheduledSequence,
     SlotAssignment,
@@ -76,15 +87,21 @@ fault."""
 
 
 class _Draft:
-    """A plan in the making. `prefills`: (sequence, num_tokens) in order, already counted as computed."""
+    """A plan in the making.
 
-    __slots__ = ("admitted", "appends", "budget_left", "decodes", "prefills", "step_id")
+    `prefills`: (sequence, num_tokens) in order, already counted as computed. `branches`: by the sequence they
+    branch off from, which is among the prefills.
+    """
+
+    __slots__ = ("admitted", "appends", "branches", "budget_left", "copies", "decodes", "prefills", "step_id")
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.step_id = step_id
         self.budget_left = budget
         self.decodes: list[SequenceState] = []
         self.prefills: list[tuple[SequenceState, int]] = []
+        self.branches: dict[SequenceState, list[SequenceState]] = {}
+        self.copies: list[BlockCopy] = []
         self.admitted: list[SlotAssignment] = []
         self.appends: list[BlockAppend] = []
 
@@ -154,6 +171,9 @@ class Scheduler:
             self._prompt_share = min(self._budget, long_prefill_token_threshold)
         self._max_unapplied = info.max_unapplied if async_scheduling else 1
         self._enable_prefix_caching = enable_prefix_caching
+        self._host_tier: HostTier | None = None
+        self._host_counts = HostCounts()
+        self._swap_cost = SwapCost(info.host_block_s)
         self._allocator = self._make_allocator()
         self.limits = SequenceLimits(
             context_len=info.max_model_len,
@@ -188,6 +208,7 @@ class Scheduler:
         self._num_failed_sequences = 0
         self._num_preemptions = 0
         self._num_pauses = 0
+        self._num_copied_blocks = 0
         self._num_window_blocks_freed_earlier = 0  # before the device was lost
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
@@ -210,8 +231,14 @@ class Scheduler:
         """Return what waits of one tenant, where the policy tells tenants apart; else all that waits."""
         return self._waiting.load_of(tenant)
 
-    def add(self, request: TokenizedRequest, timeline: RequestTimeline) -> None:
+    def add(
+        self, request: TokenizedRequest, timeline: RequestTimeline, *, leader_id: int | None = None
+    ) -> None:
         """Let a sequence wait for its first step; `limits` has nothing against its lengths.
+
+        Args:
+            leader_id: The first sequence of the same request, of the same prompt therefore. This one begins
+                as a branch of it if that one's prompt is still to be computed.
 
         Raises:
             InvariantError: Its id is in use.
@@ -220,7 +247,10 @@ class Scheduler:
             raise InvariantError(f"sequence {request.sequence_id} was added twice")
         order = self._waiting.take_order(request.request.priority)
         sequence = SequenceState(request, timeline, order, self._allocator.num_groups)
+        leader = None if leader_id is None else self._sequences.get(leader_id)
         self._sequences[request.sequence_id] = sequence
+        if leader is not None and leader.last_step_id < 0 and leader.status is SequenceStatus.WAITING:
+            sequence.follow(leader)
         self._waiting.push(sequence)
 
     def abort(self, sequence_id: int) -> bool:
@@ -255,6 +285,7 @@ class Scheduler:
             return False
         self._paused.add(sequence_id)
         self._num_pauses += 1
+        sequence.leave_family()
         is_suspect = sequence.trial_len > 0
         if is_suspect:
             # If a step fails because of it, that will show when it goes on.
@@ -359,6 +390,7 @@ class Scheduler:
             for sequence in entry.states:
                 self._release_if_unmentioned(sequence)
         self._num_failed_alone = 0
+        self._allocator.note_step(entry.plan, entry.num_decodes, output.device_s)
         if entry.is_trial:
             for sequence in entry.states:
                 if 0 < sequence.trial_len <= sequence.num_computed_tokens:
@@ -422,7 +454,7 @@ class Scheduler:
         """
         entry = self._take_oldest(step_id)
         self._num_failed_steps += 1
-        invalid: set[int] = set()
+        invalid = self._allocator.lose_transfers(each.plan for each in (entry, *self._in_flight))
         failed: list[SequenceState] = []
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             sequence.num_unseen_tokens -= scheduled.samples
@@ -438,12 +470,18 @@ class Scheduler:
             self._set_back(sequence, scheduled.start)
             invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
         for later in self._in_flight:
+            origin_is_valid = True
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
+                is_branch = not scheduled.num_tokens
                 if sequence.blocks_are_valid:
-                    if not self._allocator.holds_any(sequence, invalid, step_id):
-                        continue
-                    self._set_back(sequence, 0)
-                invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
+                    # What a branch copies, and the logits it samples from, are another's.
+                    is_wrong = is_branch and not origin_is_valid
+                    if is_wrong or self._allocator.holds_any(sequence, invalid, step_id):
+                        self._set_back(sequence, 0)
+                if not sequence.blocks_are_valid:
+                    invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
+                if not is_branch:
+                    origin_is_valid = sequence.blocks_are_valid
         self._drop_ended()
         deltas = self._judge(entry, failed, error)
         for sequence in entry.states:
@@ -495,6 +533,10 @@ class Scheduler:
         statistics.num_blocks = self._allocator.num_usable
         statistics.num_blocks_used = self._allocator.num_used
         statistics.num_blocks_cached = self._allocator.num_cached
+        if self._host_tier is not None:
+            self._host_tier.fill_statistics(statistics, pool_bytes_per_block(self._info.kv_groups))
+        statistics.num_blocks_saved = self._allocator.num_saved
+        statistics.num_copied_blocks = self._num_copied_blocks
         freed_earlier = self._num_window_blocks_freed_earlier
         statistics.num_window_blocks_freed = freed_earlier + self._allocator.num_window_blocks_freed
         statistics.kv_groups = self._allocator.group_statistics(
@@ -588,10 +630,37 @@ class Scheduler:
         for sequence in self._decoding:
             known_len = len(sequence.token_ids) + sequence.num_unseen_tokens
             _require(sequence.num_computed_tokens == known_len - 1, "a decode step has one token to compute")
+        planned_to_end = {s.sequence_id for s in self._decoding}
         for sequence in self._sequences.values():
+            for follower in sequence.followers:
+                _require(follower.leader is sequence, "a leader knows its followers")
+                _require(not follower.followers, "who follows leads nobody")
+                _require(
+                    follower.status is SequenceStatus.WAITING
+                    and self._sequences.get(follower.sequence_id) is follower,
+                    "who follows waits",
+                )
+                _require(
+                    sequence.sequence_id not in planned_to_end and not sequence.num_unseen_tokens,
+                    "who leads has its prompt to be computed still",
+                )
+            leader = sequence.leader
+            _require(
+                leader is None
+                or (self._sequences.get(leader.sequence_id) is leader and sequence in leader.followers),
+                "who is followed lives",
+            )
             if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PAUSED):
                 continue
             _require(not any(sequence.block_table.block_ids), "a waiting sequence holds no blocks")
+        if self._host_tier is not None:
+            _require(
+                all(
+                    each in self._sequences and self._sequences[each].slot < 0
+                    for each in self._host_tier.swapped_ids
+                ),
+                "who is swapped waits or rests",
+            )
         self._allocator.check(holders)
 
     # Planning
@@ -680,6 +749,7 @@ class Scheduler:
                 continue
             num_tokens = self._prompt_chunk(sequence, sequence.num_remaining_tokens, draft, others_want)
             self._take_chunk(draft, sequence, num_tokens)
+            self._branch_off(draft, sequence, now_s)
         if can_admit:
             self._admit_waiting(draft, now_s)
         # What nobody else wanted goes to the prompts that were cut, in order.
@@ -719,12 +789,37 @@ class Scheduler:
         sequence.last_step_id = draft.step_id
         self._allocator.register(sequence)
 
+    def _branch_off(self, draft: _Draft, leader: SequenceState, now_s: float) -> None:
+        """Let the followers of a sequence begin, if its prompt ends in this plan; for some there is no room.
+
+        They leave the queue when the plan is submitted.
+        """
+        if not leader.followers or leader.num_remaining_tokens:
+            return
+        branches: list[SequenceState] = []
+        for follower in leader.followers:
+            if not self._free_slots:
+                break
+            copies = self._allocator.fork(leader, follower, self._num_spare_blocks)
+            if copies is None:
+                break
+            draft.copies += copies
+            self._enter_slot(draft, follower, now_s, is_branch=True)
+            follower.prompt_logprobs = leader.prompt_logprobs
+            follower.last_step_id = draft.step_id
+            branches.append(follower)
+        draft.branches[leader] = branches
+        for follower in branches:
+            follower.leave_family()
+
     def _admit_waiting(self, draft: _Draft, now_s: float) -> None:
         """Admit waiting sequences in order, as far as slots, blocks and budget go."""
         admitted: list[SequenceState] = []
         num_deferred = 0
         num_waiting = len(self._waiting)
         for position, sequence in enumerate(self._waiting):
+            if sequence.leader is not None or sequence.slot >= 0:
+                continue
             if (
                 draft.budget_left == 0
                 or not self._free_slots
@@ -738,7 +833,7 @@ class Scheduler:
                     break
                 continue
             matches = self._allocator.match_prefix(sequence)
-            num_remaining = len(sequence.token_ids) - self._allocator.matched_len(matches)
+            num_remaining = len(sequence.token_ids) - self._allocator.matched_len(sequence, matches)
             # Without chunked prefill only a preempted sequence, with its outputs, can exceed the budget: it
             # is computed in parts. A prompt waits, and lets nobody pass, until it fits beside decode steps.
             if not self._chunks_prefill and draft.budget_left < num_remaining <= self._step_limit.num_tokens:
@@ -750,6 +845,7 @@ class Scheduler:
                 break
             self._enter_slot(draft, sequence, now_s)
             self._take_chunk(draft, sequence, num_tokens)
+            self._branch_off(draft, sequence, now_s)
             admitted.append(sequence)
         for sequence in admitted:
             self._waiting.start(sequence)
@@ -775,7 +871,9 @@ class Scheduler:
                 return True
         return False
 
-    def _enter_slot(self, draft: _Draft, sequence: SequenceState, now_s: float) -> None:
+    def _enter_slot(
+        self, draft: _Draft, sequence: SequenceState, now_s: float, *, is_branch: bool = False
+    ) -> None:
         slot = self._free_slots.pop()
         sequence.slot = slot
         sequence.status = SequenceStatus.RUNNING
@@ -784,7 +882,8 @@ class Scheduler:
         if timeline.first_scheduled_s is None:
             timeline.first_scheduled_s = now_s
             sequence.num_cached_tokens = timeline.num_cached_tokens = sequence.num_computed_tokens
-            if self._allocator.enable_prefix_caching and sequence.prompt_logprobs is None:
+            looks_up = self._allocator.enable_prefix_caching and not is_branch
+            if looks_up and sequence.prompt_logprobs is None:
                 self._prefix_cache_queries += sequence.prompt_len
                 self._prefix_cache_hits += sequence.num_computed_tokens
         draft.admitted.append(
@@ -801,7 +900,8 @@ class Scheduler:
             )
         )
         for group_id, block_ids in enumerate(sequence.block_table.block_ids):
-            draft.appends.append(BlockAppend(group_id, slot, tuple(block_ids)))
+            if block_ids:
+                draft.appends.append(BlockAppend(group_id, slot, tuple(block_ids)))
 
     def _plan_trial(self, draft: _Draft, now_s: float) -> bool:
         """Plan for the suspects whose turn it is what a step takes; return whether there is room for any.
@@ -837,20 +937,35 @@ class Scheduler:
             start = sequence.num_computed_tokens - num_tokens
             scheduled.append(ScheduledSequence(sequence.slot, start, num_tokens, samples))
             states.append(sequence)
-            if samples:
-                sampling.append(sequence)
-                sequence.num_unseen_tokens += 1
-                if sequence.status is SequenceStatus.RUNNING:
-                    self._prefilling.remove(sequence)
-                    insort(self._decoding, sequence, key=by_order)
-                    self._allocator.drop_unseen(sequence)
+            if not samples:
+                continue
+            sampling.append(sequence)
+            sequence.num_unseen_tokens += 1
+            if sequence.status is SequenceStatus.RUNNING:
+                self._prefilling.remove(sequence)
+                insort(self._decoding, sequence, key=by_order)
+            for branch in draft.branches.get(sequence, ()):
+                self._waiting.start(branch)
+                scheduled.append(ScheduledSequence(branch.slot, branch.num_computed_tokens, 0, True))
+                states.append(branch)
+                sampling.append(branch)
+                branch.num_unseen_tokens += 1
+                insort(self._decoding, branch, key=by_order)
+            if sequence.status is SequenceStatus.RUNNING:
+                self._allocator.drop_unseen(sequence)
+            sequence.leave_family()  # those that found no room; in a trial, all of them
+        block_stores, block_loads = self._allocator.take_transfers()
         plan = StepPlan(
             step_id=draft.step_id,
             sequences=tuple(scheduled),
             admitted=tuple(draft.admitted),
             released_slots=tuple(self._released_slots),
             block_appends=tuple(draft.appends),
+            block_stores=block_stores,
+            block_loads=block_loads,
+            block_copies=tuple(draft.copies),
         )
+        self._num_copied_blocks += len(draft.copies)
         self._released_slots.clear()
         self._next_step_id += 1
         self._in_flight.append(_InFlight(plan, states, sampling, num_decodes, is_trial))
@@ -870,7 +985,8 @@ class Scheduler:
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             gathered = sequence.prompt_logprobs
             scored: Sequence[TokenLogprobs] = output.prompt_logprobs.get(scheduled.slot, ())
-            if gathered is None or not scored or not sequence.accepts_output:
+            # Those of one that has ended, too: it may share its list with branches.
+            if gathered is None or not scored or not sequence.blocks_are_valid:
                 continue
             # Entry i scores position start + 1 + i; a preempted sequence scores some positions again.
             num_known = len(gathered) - scheduled.start
@@ -966,11 +1082,20 @@ class Scheduler:
         return []
 
     def _make_allocator(self) -> KVAllocator:
+        if self._info.num_host_blocks:
+            self._host_tier = HostTier(
+                num_blocks=self._info.num_host_blocks,
+                num_swap_blocks=self._info.num_swap_blocks,
+                num_groups=len(self._info.kv_groups),
+                cost=self._swap_cost,
+                counts=self._host_counts,
+            )
         return KVAllocator(
             self._info.kv_groups,
             enable_prefix_caching=self._enable_prefix_caching,
             chunk_len=self._prompt_share,
             max_unapplied=self._max_unapplied,
+            host_tier=self._host_tier,
         )
 
     def _end_with_bad_logits(self, sequence: SequenceState, step_id: int) -> TokenDelta:
@@ -983,8 +1108,10 @@ class Scheduler:
     def _end(self, sequence: SequenceState) -> None:
         """Mark a live sequence as ended; its lists, slot and blocks are the caller's to see to."""
         del self._sequences[sequence.sequence_id]
+        sequence.leave_family()
         sequence.note_end()
         self._paused.discard(sequence.sequence_id)
+        self._allocator.drop_swapped(sequence)
         if sequence.trial_len:
             self._suspects.clear(sequence)
         if sequence.status is SequenceStatus.RUNNING:
@@ -1023,6 +1150,8 @@ class Scheduler:
             or sequence.last_step_id > self._last_applied_step_id
         ):
             return
+        if status is SequenceStatus.PREEMPTED:
+            self._allocator.swap_out(sequence)
         self._allocator.release(sequence)
         slot = sequence.slot
         self._slot_holders[slot] = None

@@ -56,8 +56,9 @@ class SequenceState:
         known here; append-only. max_len: Length at which it ends by length. min_len: Below this length stop
         tokens do not end it. num_computed_tokens: Positions whose KV is computed by steps planned so far
         (or was found cached). num_unseen_tokens: Tokens sampled by steps planned and not applied.
-        num_cached_tokens: Prompt tokens found in the prefix cache when it was first scheduled. slot: Device
-        row, -1 when it holds none. last_step_id: Last plan that mentions it, -1 before the first.
+        num_cached_tokens: Prompt tokens found in the prefix cache when it was first scheduled; all of them if
+        it began as a branch. slot: Device row, -1 when it holds none. last_step_id: Last plan that mentions
+        it, -1 before the first.
         accepts_output: Tokens of steps in flight count; false once ended, or preempted because they are
         wrong.
         trial_len: Positions it must have computed to be suspected of failed steps no longer; 0 if it is not.
@@ -66,6 +67,9 @@ class SequenceState:
         as computed; they survive preemption.
         num_registered_blocks: How many of these digests the prefix index was given the blocks of.
         prompt_logprobs: Entries gathered so far, or None if not wanted or already delivered.
+        leader: A sequence of the same prompt that is to compute it for both; this one waits meanwhile, passed
+        over by admission. None if it computes its own. followers: Those whose leader it is, in order; there
+        are none once a plan ends its prompt.
     """
 
     __slots__ = (
@@ -73,7 +77,9 @@ class SequenceState:
         "block_digests",
         "block_table",
         "blocks_are_valid",
+        "followers",
         "last_step_id",
+        "leader",
         "max_len",
         "min_len",
         "num_cached_tokens",
@@ -120,6 +126,8 @@ class SequenceState:
         )
         self.last_step_id = -1
         self.trial_len = 0
+        self.leader: SequenceState | None = None
+        self.followers: list[SequenceState] = []
         self.reset(num_groups)
 
     def reset(self, num_groups: int) -> None:
@@ -132,6 +140,23 @@ class SequenceState:
         self.accepts_output = True
         self.blocks_are_valid = True
         self.block_table = BlockTable(num_groups)
+
+    def follow(self, leader: "SequenceState") -> None:
+        """Let another sequence of the same prompt, which follows none, compute it for this one, too."""
+        self.leader = leader
+        leader.followers.append(self)
+
+    def leave_family(self) -> None:
+        """Follow no longer; the first of those that follow this one leads the others instead."""
+        if self.leader is not None:
+            self.leader.followers.remove(self)
+            self.leader = None
+        if self.followers:
+            first, *others = self.followers
+            self.followers = []
+            first.leader, first.followers = None, others
+            for other in others:
+                other.leader = first
 
     def note_end(self) -> None:
         """Write into the timeline what is only counted here while the sequence lives."""

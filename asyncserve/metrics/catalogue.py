@@ -196,7 +196,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     _histogram(
         "request_prefill_kv_computed_tokens",
         "tokens",
-        "Prompt tokens of a sequence that were computed, not found in the prefix cache.",
+        "Prompt tokens of a sequence that were computed, not found in the prefix cache nor shared with"
+        " another choice.",
         LEN_BUCKETS,
     ),
     _histogram("request_generation_tokens", "tokens", "Tokens generated for a sequence.", LEN_BUCKETS),
@@ -215,7 +216,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "prompt_tokens_cached_total",
         "tokens",
-        "Of the prompt tokens, those found in the prefix cache.",
+        "Of the prompt tokens, those found in the prefix cache or shared with another choice.",
         Source.OBSERVER,
     ),
     _counter(
@@ -288,6 +289,17 @@ METRICS: tuple[MetricDefinition, ...] = (
         "KV blocks that running sequences gave back, since a sliding window had passed them.",
         Source.COLLECTOR,
     ),
+    _gauge(
+        "kv_blocks_saved",
+        "blocks",
+        "KV blocks that would be used beyond those that are, if sequences shared none.",
+    ),
+    _counter(
+        "copied_kv_blocks_total",
+        "blocks",
+        "KV blocks copied for choices of a request that went on from a common prompt.",
+        Source.COLLECTOR,
+    ),
     _gauge("cache_config_info", "", "Always 1; the labels tell how the KV cache is set up."),
     _counter(
         "prefix_cache_queries_total",
@@ -299,6 +311,46 @@ METRICS: tuple[MetricDefinition, ...] = (
         "prefix_cache_hits_total",
         "tokens",
         "Prompt tokens found in the prefix cache.",
+        Source.COLLECTOR,
+    ),
+    _gauge(
+        "host_kv_blocks",
+        "blocks",
+        "KV blocks in the host's memory: used by preempted sequences that will come back, cached (content"
+        " loadable) or free.",
+        ("state",),
+    ),
+    _counter(
+        "external_prefix_cache_queries_total",
+        "tokens",
+        "Tokens of started sequences that were not cached on the device and were looked up on the host.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "external_prefix_cache_hits_total",
+        "tokens",
+        "Tokens found on the host, and loaded from there.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "kv_offload_store_bytes_total",
+        "bytes",
+        "Bytes of KV blocks that were stored in the host's memory.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "kv_offload_load_bytes_total",
+        "bytes",
+        "Bytes of KV blocks that were loaded from the host's memory.",
+        Source.COLLECTOR,
+    ),
+    _gauge(
+        "num_requests_swapped", "sequences", "Waiting sequences whose KV blocks are in the host's memory."
+    ),
+    _counter(
+        "num_swaps_total",
+        "swaps",
+        "Times the KV blocks of a preempted sequence were kept in the host's memory.",
         Source.COLLECTOR,
     ),
     _counter(

@@ -95,12 +95,25 @@ class EngineCollector(Collector):
         num_filled = num_slots - num_unused
         yield self._gauge("kv_allocated_slots", {("filled",): num_filled, ("unused",): num_unused})
         yield self._counter("kv_window_blocks_freed_total", now.num_window_blocks_freed)
+        yield self._gauge("kv_blocks_saved", {(): now.num_blocks_saved})
+        yield self._counter("copied_kv_blocks_total", now.num_copied_blocks)
         yield self._gauge("unapplied_steps", {(): now.num_unapplied_steps})
         yield self._gauge("graphs_pending", {(): now.graphs_pending})
         yield self._gauge("channel_depth", {(channel.name,): channel.depth for channel in now.channels})
         yield self._gauge("channel_peak", {(channel.name,): channel.peak for channel in now.channels})
         yield self._counter("prefix_cache_queries_total", now.prefix_cache_queries)
         yield self._counter("prefix_cache_hits_total", now.prefix_cache_hits)
+        num_used, num_cached = now.num_host_blocks_used, now.num_host_blocks_cached
+        num_free = now.num_host_blocks - num_used - num_cached
+        yield self._gauge(
+            "host_kv_blocks", {("used",): num_used, ("cached",): num_cached, ("free",): num_free}
+        )
+        yield self._counter("external_prefix_cache_queries_total", now.host_cache_queries)
+        yield self._counter("external_prefix_cache_hits_total", now.host_cache_hits)
+        yield self._counter("kv_offload_store_bytes_total", now.host_stored_bytes)
+        yield self._counter("kv_offload_load_bytes_total", now.host_loaded_bytes)
+        yield self._gauge("num_requests_swapped", {(): now.num_swapped})
+        yield self._counter("num_swaps_total", now.num_swaps)
         yield self._counter("num_preemptions_total", now.num_preemptions)
         yield self._counter("failed_steps_total", now.num_failed_steps)
         yield self._counter("retried_steps_total", now.num_retried_steps)

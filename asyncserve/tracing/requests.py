@@ -85,7 +85,7 @@ class RequestTracer(NullObserver):
         )
         sequences = self._ended.setdefault(request.request_id, [])
         sequences.append(sequence)
-        if len(sequences) < request.sampling.n:
+        if len(sequences) < request.sampling.num_sequences:
             return
         del self._ended[request.request_id]
         self._take(

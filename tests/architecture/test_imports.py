@@ -32,9 +32,10 @@ LOOP = [
     ["intake"],
     ["active_request"],
     ["scheduler", "restart_budget", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
-    ["deadlines", "start_rate", "step_limit", "sequence_limits"],
+    ["deadlines", "best_of", "start_rate", "step_limit", "sequence_limits", "beam_search"],
     ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema"],
-    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds"],
+    ["host_tier"],
+    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds", "swap_cost"],
 ]
 GPU = [
     ["executor"],
@@ -47,7 +48,7 @@ GPU = [
     ["attention"],
     ["step_inputs"],
     ["batch"],
-    ["kernels", "slots", "block_tables", "kv_cache"],
+    ["kernels", "slots", "block_tables", "kv_cache", "host_blocks"],
     ["staging", "completion"],
     ["device", "device_errors"],
 ]

@@ -204,7 +204,7 @@ class Simulation:
                 [(self.tables[sequence][group_id] + [0] * max_blocks)[:max_blocks] for sequence, _ in rows]
             )
         query_start = [sum(query_lens[:i]) for i in range(len(rows) + 1)]
-        num_decode_rows = next((i for i, length in enumerate(query_lens) if length > 1), len(rows))
+        num_decode_rows = next((i for i, length in enumerate(query_lens) if length != 1), len(rows))
         int32 = functools.partial(torch.tensor, dtype=torch.int32, device=self.device)
         int64 = functools.partial(torch.tensor, dtype=torch.int64, device=self.device)
         return Batch(
@@ -322,6 +322,15 @@ class AttentionContract:
         first, second = simulation.add_sequence(), simulation.add_sequence()
         simulation.step([(first, 5), (second, 1)])
         simulation.step([(first, 2), (second, 1)])
+
+    def test_rows_without_tokens_behind_a_prefill_chunk(self) -> None:
+        simulation = self.simulate(Shape())
+        first, second, branch = (simulation.add_sequence() for _ in range(3))
+        for sequence in (second, branch):
+            simulation.step([(sequence, 6)])
+        simulation.step([(second, 1), (first, 5), (branch, 0)])
+        simulation.step([(second, 1), (first, 1), (branch, 0)])
+        simulation.step([(first, 3), (branch, 0), (second, 4)])
 
     def test_sequences_share_the_blocks_of_a_common_beginning(self) -> None:
         simulation = self.simulate(Shape())

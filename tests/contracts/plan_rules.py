@@ -19,11 +19,11 @@ class PlanRuleBroken(AssertionError):
 class _Row:
     """What the device knows of one admitted slot."""
 
-    __slots__ = ("assigned_len", "known_len", "next_start", "tables")
+    __slots__ = ("assigned_len", "known_len", "next_start", "tables", "token_ids")
 
-    def __init__(self, assigned_len: int, num_groups: int) -> None:
-        self.assigned_len = assigned_len
-        self.known_len = assigned_len
+    def __init__(self, token_ids: "array[int]", num_groups: int) -> None:
+        self.token_ids = token_ids
+        self.assigned_len = self.known_len = len(token_ids)
         self.next_start: int | None = None
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
 
@@ -36,6 +36,7 @@ class PlanRules:
         self._rows: dict[int, _Row] = {}
         self._next_step_id = 0
         self._least_step_id: int | None = None  # of the first plan after a restart
+        self._stored: set[int] = set()  # host blocks
 
     @property
     def held_slots(self) -> frozenset[int]:
@@ -66,6 +67,8 @@ class PlanRules:
         self._require(plan, len(plan.sequences) > 0, "a plan schedules at least one sequence")
         self._check_releases_and_admissions(plan)
         self._check_appends(plan)
+        self._check_transfers(plan)
+        self._check_copies(plan)
         slots = [sequence.slot for sequence in plan.sequences]
         self._require(plan, len(set(slots)) == len(slots), f"slots are distinct: {slots}")
         self._require(
@@ -74,12 +77,22 @@ class PlanRules:
             f"num_tokens {plan.num_tokens} is within the budget {info.max_num_batched_tokens}",
         )
         seen_prefill = False
+        admitted = {assignment.slot for assignment in plan.admitted}
+        origin: int | None = None  # slot of the last row that computes something, if it samples
         for slot, start, num_tokens, samples in plan.sequences:
             row = self._rows.get(slot)
             if row is None:
                 raise PlanRuleBroken(f"step {plan.step_id}: slot {slot} is used while not admitted")
             end = start + num_tokens
+            if num_tokens == 0:
+                self._check_branch(plan, slot, origin, is_admitted=slot in admitted)
+                row.next_start = start
+                row.known_len += 1
+                self._require(plan, samples, f"branch {slot} samples")
+                self._require(plan, start == row.assigned_len, f"branch {slot} knows {start} tokens")
+                continue
             self._require(plan, num_tokens >= 1, f"slot {slot} computes at least one token")
+            origin = slot if samples else None
             if row.next_start is None:
                 self._require(
                     plan,
@@ -133,7 +146,7 @@ class PlanRules:
             self._require(
                 plan, 1 <= assignment.prompt_len <= len(tokens), f"prompt_len of slot {slot} is in its tokens"
             )
-            self._rows[slot] = _Row(len(tokens), len(info.kv_groups))
+            self._rows[slot] = _Row(tokens, len(info.kv_groups))
 
     def _check_appends(self, plan: StepPlan) -> None:
         groups = self._info.kv_groups
@@ -153,6 +166,28 @@ class PlanRules:
             )
             table.extend(block_ids)
 
+    def _check_transfers(self, plan: StepPlan) -> None:
+        """Check that blocks go to host blocks that exist, one to each, and come back into new blocks."""
+        num_blocks, num_host_blocks = self._info.kv_groups[0].num_blocks, self._info.num_host_blocks
+        moved = (*plan.block_stores, *plan.block_loads)
+        self._require(
+            plan,
+            all(0 < block < num_blocks and 0 < host < num_host_blocks for block, host in moved),
+            f"blocks and host blocks exist: {moved}",
+        )
+        stored = [host_block for _, host_block in plan.block_stores]
+        self._require(plan, len(set(stored)) == len(stored), f"a host block is stored once: {stored}")
+        self._stored.update(stored)
+        loaded = [device_block for device_block, _ in plan.block_loads]
+        self._require(plan, len(set(loaded)) == len(loaded), f"a block is loaded once: {loaded}")
+        new = {block_id for append in plan.block_appends for block_id in append.block_ids}
+        self._require(plan, new.issuperset(loaded), f"blocks are loaded for who is given them: {loaded}")
+        self._require(
+            plan,
+            all(host_block in self._stored for _, host_block in plan.block_loads),
+            f"a host block is loaded after it was stored: {plan.block_loads}",
+        )
+
     def _check_tables(self, plan: StepPlan, slot: int, start: int, end: int) -> None:
         """Check that a sequence has a block of its own wherever this step reads or writes."""
         live: list[int] = []
@@ -167,6 +202,40 @@ class PlanRules:
             self._require(plan, all(seen), f"slot {slot} sees no null block from {start} on: {table}")
             live += seen
         self._require(plan, len(set(live)) == len(live), f"slot {slot} has no block twice: {live}")
+
+    def _check_copies(self, plan: StepPlan) -> None:
+        num_blocks = self._info.kv_groups[0].num_blocks
+        for ids in zip(*plan.block_copies, strict=True):
+            self._require(
+                plan, all(1 <= each < num_blocks for each in ids), f"copied blocks are in the pool: {ids}"
+            )
+        targets = [copy.target for copy in plan.block_copies]
+        self._require(plan, len(set(targets)) == len(targets), f"a block is a copy of one other: {targets}")
+
+    def _check_branch(self, plan: StepPlan, slot: int, origin: int | None, *, is_admitted: bool) -> None:
+        """Hold a row of no tokens against the one it branches off from."""
+        self._require(plan, is_admitted, f"branch {slot} has just been admitted")
+        if origin is None:
+            raise PlanRuleBroken(f"step {plan.step_id}: branch {slot} stands behind none that samples")
+        row, source = self._rows[slot], self._rows[origin]
+        self._require(
+            plan,
+            source.known_len == source.assigned_len + 1 and row.token_ids == source.token_ids,
+            f"branch {slot} has the known tokens of slot {origin}",
+        )
+        copies = {(copy.source, copy.target) for copy in plan.block_copies}
+        length = row.assigned_len
+        self._check_tables(plan, slot, length, length)
+        for group, table, from_table in zip(self._info.kv_groups, row.tables, source.tables, strict=True):
+            num_full, num_unseen = length // group.spec.block_len, group.spec.num_unseen(length)
+            self._require(plan, len(table) == len(from_table), f"branch {slot} has the blocks of its tokens")
+            for block_idx in range(num_unseen, len(table)):
+                block_id, from_id = table[block_idx], from_table[block_idx]
+                self._require(
+                    plan,
+                    block_id == from_id or (block_idx >= num_full and (from_id, block_id) in copies),
+                    f"branch {slot} shares block {from_id} of slot {origin} or has a copy",
+                )
 
     @staticmethod
     def _require(plan: StepPlan, holds: bool, rule: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncserve import LLM, SamplingParams
+from asyncserve.loop.admission import seed_of_choice
 from tests.fakes.tiny_model import tiny_llama_folder
 from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
@@ -108,3 +109,46 @@ def test_restricted_answers_have_allowed_tokens_and_no_bad_words(
             assert {letter for text in texts for letter in text} <= set("abcdef")
             found = [word for text in texts for word in RESTRICTED.bad_words if word in text]
             assert bool(found) is expected, found
+
+
+CHOICES = SamplingParams(
+    n=4, max_tokens=20, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True, frequency_penalty=0.4
+)
+
+
+@pytest.fixture(scope="module")
+def requests_of_their_own(model: Path, prompts: list[list[int]]) -> list[list[tuple[int, ...]]]:
+    """Every choice asked for by itself, with the seed it has as a choice, one sequence at a time."""
+    asked = [dataclasses.replace(CHOICES, n=1, seed=seed_of_choice(11, index)) for index in range(CHOICES.n)]
+    with LLM(str(model), **TINY, kv_cache_memory_bytes=1 << 22, max_num_seqs=1) as llm:
+        by_choice = [llm.generate(prompts[::2], params, progress=False) for params in asked]
+    return [[c.outputs[0].token_ids for c in choices] for choices in zip(*by_choice, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="prefix cache"),
+        pytest.param({"enable_prefix_caching": False, "async_scheduling": False}, id="no cache"),
+        pytest.param(
+            {"max_num_batched_tokens": 7, "max_num_seqs": 6, "enable_prefix_caching": False},
+            id="chunked prefill",
+        ),
+        pytest.param({"num_gpu_blocks_override": 12, "max_model_len": 96}, id="preempted"),
+    ],
+)
+def test_choices_of_a_request_are_what_requests_of_their_own_would_give(
+    model: Path,
+    prompts: list[list[int]],
+    requests_of_their_own: list[list[tuple[int, ...]]],
+    options: dict[str, object],
+) -> None:
+    if "num_gpu_blocks_override" not in options:
+        options = {"kv_cache_memory_bytes": 1 << 22, **options}
+    with LLM(str(model), **TINY, **options) as llm:
+        completions = llm.generate(prompts[::2], CHOICES, progress=False)
+        statistics = llm.statistics()
+    assert [[o.token_ids for o in c.outputs] for c in completions] == requests_of_their_own
+    assert statistics.num_copied_blocks > 0
+    assert statistics.num_blocks_saved == 0
+    assert (statistics.num_preemptions > 0) == ("num_gpu_blocks_override" in options)

@@ -35,6 +35,9 @@ def fake_info(
     max_unapplied: int = 2,
     num_groups: int = 1,
     specs: Sequence[KVSpec] = (),
+    num_host_blocks: int = 0,
+    num_swap_blocks: int = 0,
+    host_block_s: float = 0.0,
 ) -> ExecutorInfo:
     """Return the description of a small device, with `num_groups` groups of full attention or `specs`."""
     spec = FullAttention(block_len=block_len, num_kv_heads=1, head_dim=1, dtype="float32")
@@ -48,6 +51,9 @@ def fake_info(
         vocab_size=vocab_size,
         max_num_batched_tokens=max_num_batched_tokens,
         max_unapplied=max_unapplied,
+        num_host_blocks=num_host_blocks,
+        num_swap_blocks=num_swap_blocks,
+        host_block_s=host_block_s,
         device_name="fake",
     )
 
@@ -96,9 +102,19 @@ class _Page:
             self.group_id, self.digests = group_id, {}
         self.digests[offset] = digest
 
+    def copy_from(self, other: "_Page", *, is_garbage: bool) -> None:
+        """Take over what another holds; or garbage instead."""
+        self.group_id = other.group_id
+        self.digests = dict.fromkeys(other.digests) if is_garbage else dict(other.digests)
+
     def read(self, group_id: int, offset: int) -> int | None:
         """Return what is there; -1 if nothing is."""
         return self.digests.get(offset, -1) if group_id == self.group_id else -1
+
+    def copy(self) -> "_Page":
+        page = _Page()
+        page.group_id, page.digests = self.group_id, dict(self.digests)
+        return page
 
 
 class _Row:
@@ -153,6 +169,7 @@ class FakeRunner:
         self._scored_slots: set[int] = set()
         self._checks = check_plans
         self._pages = [_Page() for _ in range(info.kv_groups[0].num_blocks)] if check_plans else []
+        self._host_pages = [_Page() for _ in range(info.num_host_blocks)] if check_plans else []
 
     def reopened(self) -> "FakeRunner":
         """Return a runner for the same device, opened anew: rows and KV are gone."""
@@ -169,8 +186,10 @@ class FakeRunner:
         """Run the next plan."""
         self._prepare(plan)
         if self._checks:
+            self._move_pages(plan, is_garbage=False)
             self._write_kv(plan, is_garbage=False)
             self._check_kv(plan)
+            self._copy_blocks(plan)
         if self._scored_slots or self._next_token is not None or self._checks:
             return self._sample(plan)
         rows, vocab_size, crc32 = self._rows, self.info.vocab_size, zlib.crc32
@@ -187,7 +206,9 @@ class FakeRunner:
         """Run the next plan as a step that raises half-way: what it should have written is garbage."""
         self._prepare(plan)
         if self._checks:
+            self._move_pages(plan, is_garbage=True)
             self._write_kv(plan, is_garbage=True)
+            self._copy_blocks(plan)
         for sequence in plan.sequences:
             row = self._rows[sequence.slot]
             row.is_lost = True
@@ -211,12 +232,18 @@ class FakeRunner:
             for group_id, slot, block_ids in plan.block_appends:
                 self._rows[slot].tables[group_id].extend(block_ids)
 
+    def _move_pages(self, plan: StepPlan, *, is_garbage: bool) -> None:
+        for device_block, host_block in plan.block_stores:
+            self._host_pages[host_block].copy_from(self._pages[device_block], is_garbage=is_garbage)
+        for device_block, host_block in plan.block_loads:
+            self._pages[device_block].copy_from(self._host_pages[host_block], is_garbage=is_garbage)
+
     def _write_kv(self, plan: StepPlan, *, is_garbage: bool) -> None:
         for slot, start, num_tokens, _ in plan.sequences:
             row = self._rows[slot]
             digests = _prefix_digests(row.token_ids[: start + num_tokens])
             for group in self.info.kv_groups:
-                if isinstance(group.spec, RecurrentState) and start:
+                if isinstance(group.spec, RecurrentState) and start and num_tokens:
                     # What is read is overwritten.
                     self._check_position(plan, row, group, start - 1, digests[start - 1])
                 for position in range(start, start + num_tokens):
@@ -224,9 +251,21 @@ class FakeRunner:
                     for page, offset in self._places(row, group, position):
                         page.write(group.group_id, offset, None if lost else digests[position])
 
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        pages = self._pages
+        copies = [(target, pages[source].copy()) for source, target in plan.block_copies]
+        for target, page in copies:
+            pages[target] = page
+
     def _check_kv(self, plan: StepPlan) -> None:
+        origin: _Row | None = None
         for slot, start, num_tokens, _ in plan.sequences:
             row = self._rows[slot]
+            if not num_tokens:
+                assert origin is not None
+                row.is_lost |= origin.is_lost  # its logits; its blocks are looked at when it reads them
+                continue
+            origin = row
             digests = _prefix_digests(row.token_ids[: start + num_tokens])
             for group in self.info.kv_groups:
                 first, spec = 0, group.spec

@@ -12,7 +12,16 @@ from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.grammar import Grammar
 from asyncserve.request import SamplingParams
-from asyncserve.step import BlockAppend, ExecutorInfo, ScheduledSequence, SlotAssignment, StepOutput, StepPlan
+from asyncserve.step import (
+    BeamAssignment,
+    BlockAppend,
+    BlockCopy,
+    ExecutorInfo,
+    ScheduledSequence,
+    SlotAssignment,
+    StepOutput,
+    StepPlan,
+)
 from tests.contracts.plan_rules import PlanRules
 
 
@@ -44,6 +53,9 @@ class PlanDriver:
         seed: int = 0,
         slot: int | None = None,
         grammar: Grammar | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        beam: BeamAssignment | None = None,
         **sampling: Any,
     ) -> int:
         """Let a sequence enter with the next plan; greedy unless told otherwise. Returns its slot."""
@@ -56,8 +68,10 @@ class PlanDriver:
                 prompt_len=len(token_ids) if prompt_len is None else prompt_len,
                 sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
                 seed=seed,
-                stop_token_ids=frozenset() if grammar is None else grammar.stop_token_ids,
+                stop_token_ids=stop_token_ids if grammar is None else grammar.stop_token_ids,
+                bad_words=bad_words,
                 grammar=grammar,
+                beam=beam,
             )
         )
         self.known_lens[slot] = self.assigned_lens[slot] = len(token_ids)
@@ -76,9 +90,18 @@ class PlanDriver:
                 self.free = table + self.free
 
     def plan(self, num_tokens: Mapping[int, int]) -> StepPlan:
-        """Return the next plan: slot → tokens to compute. Its sampled tokens count as known from now on."""
+        """Return the next plan: slot → tokens to compute. Its sampled tokens count as known from now on.
+
+        A slot of 0 tokens is a branch of the last one before it that computes something.
+        """
         sequences = []
+        copies = []
+        origin = -1
         for slot, num in num_tokens.items():
+            if num:
+                origin = slot
+            else:
+                copies += self._branch_off(origin, slot)
             start = self.starts[slot]
             for group_id, table in enumerate(self.tables[slot]):
                 num_missing = -(-(start + num) // self.block_len) - len(table)
@@ -94,6 +117,7 @@ class PlanDriver:
             admitted=tuple(self._admitted),
             released_slots=tuple(self._released),
             block_appends=tuple(self._appends),
+            block_copies=tuple(copies),
         )
         self.next_step_id += 1
         self._admitted, self._released, self._appends = [], [], []
@@ -125,6 +149,19 @@ class PlanDriver:
             for slot, token_id in zip(slots_sampled, sampled, strict=True):
                 outputs[slot].append(token_id)
         return [outputs[slot] for slot in slots]
+
+    def _branch_off(self, origin: int, slot: int) -> list[BlockCopy]:
+        """Give a slot just admitted the blocks of another, and one of its own for what is not full."""
+        self.starts[slot] = self.assigned_lens[slot]
+        num_full, rest_len = divmod(self.starts[slot], self.block_len)
+        copies = []
+        for group_id, table in enumerate(self.tables[origin]):
+            self._append(group_id, slot, table[:num_full])
+            if rest_len:
+                own = self.free.pop(0)
+                self._append(group_id, slot, [own])
+                copies.append(BlockCopy(table[num_full], own))
+        return copies
 
     def _append(self, group_id: int, slot: int, block_ids: Sequence[int]) -> None:
         if block_ids:

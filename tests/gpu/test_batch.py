@@ -88,6 +88,20 @@ def test_prefill_rows_only_and_none_samples() -> None:
     assert write_back == []
 
 
+def test_a_branch_samples_from_the_last_token_before_it() -> None:
+    # As many rows as tokens, not one token a row.
+    batch, write_back = batch_of(
+        [(1, 2, 1, True), (3, 0, 2, True), (0, 6, 0, True)], CpuDevice(num_threads=1), admits=True
+    )
+    assert batch.input_ids.tolist() == [22, 30, 31]
+    assert batch.positions.tolist() == [2, 0, 1]
+    assert batch.query_start.tolist() == [0, 1, 3, 3]
+    assert batch.sample_tokens.tolist() == [0, 2, 2]
+    assert batch.sample_rows.positions.tolist() == [3, 2, 6]
+    assert batch.num_decode_rows == 1
+    assert write_back == [1 * 17 + 3, 3 * 17 + 2, 0 * 17 + 6]
+
+
 def test_every_tensor_has_the_dtype_it_promises() -> None:
     batch, _ = batch_of([(1, 2, 1, True), (0, 0, 6, True)], CpuDevice(num_threads=1))
     int32 = (batch.input_ids, batch.query_start, batch.seq_lens, *batch.block_tables)

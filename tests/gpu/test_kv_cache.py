@@ -53,6 +53,18 @@ def test_a_layer_that_keeps_a_state_has_the_bytes_of_its_pages() -> None:
     assert state.blocks_for(1) == state.blocks_for(10**6) == 2
 
 
+def test_copied_blocks_take_the_place_of_others_in_every_layer_and_may_swap() -> None:
+    cache = KVCache([group(0, (0, 1)), group(1, (2,))], device=torch.device("cpu"))
+    for layer in (*cache.keys, *cache.values):
+        layer.copy_(torch.arange(layer.shape[0])[:, None, None, None].expand(layer.shape))
+    cache.copy_blocks(torch.tensor([1, 2, 1]), torch.tensor([2, 1, 3]))
+    for layer in (*cache.keys, *cache.values):
+        held = layer.float().flatten(1)
+        assert (held == held[:, :1]).all()
+        num_blocks = layer.shape[0]
+        assert held[:, 0].tolist() == [0, 2, 1, 1, *range(4, num_blocks)]
+
+
 def test_zeroing_blocks_spares_the_others() -> None:
     cache = KVCache([group(0, (0, 2)), group(1, (1,))], device=CPU)
     for tensor in (*cache.keys, *cache.values):

@@ -17,6 +17,7 @@ from tests.http.live import live_server, spell
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 PROMPT = {"prompt": "ab"}
+BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2}
 MESSAGES = {"messages": USER}
 
 
@@ -215,10 +216,38 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {**PROMPT, "request_id": "a b"}, "request_id"),
     (COMPLETIONS, {**PROMPT, "user": 7}, "user"),
     (COMPLETIONS, {**PROMPT, "model": 7}, "model"),
+    (COMPLETIONS, {**PROMPT, "best_of": 0}, "best_of"),
+    (COMPLETIONS, {**PROMPT, "best_of": 129}, "best_of"),
+    (CHAT, {**MESSAGES, "best_of": 2, "n": 3}, "best_of"),
+    (COMPLETIONS, {**PROMPT, "best_of": 3, "n": 2, "stream": True}, "best_of"),
+    (COMPLETIONS, {**PROMPT, "length_penalty": 2}, "length_penalty"),
+    (CHAT, {**MESSAGES, "early_stopping": True}, "early_stopping"),
+    (CHAT, {**MESSAGES, "use_beam_search": 1}, "use_beam_search"),
+    *(
+        (url, {**BEAMS, **base, **fields}, next(iter(fields)))
+        for url, base in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES))
+        for fields in (
+            {"stream": True},
+            {"length_penalty": 10.5},
+            {"early_stopping": "always"},
+            {"temperature": 0.5},
+            {"top_p": 0.9},
+            {"top_k": 5},
+            {"min_p": 0.1},
+            {"presence_penalty": 0.5},
+            {"frequency_penalty": 0.5},
+            {"repetition_penalty": 1.5},
+            {"stop": ["a"]},
+            {"stop_token_ids": list(range(65))},
+            {"prompt_logprobs": 1},
+            {"response_format": {"type": "json_object"}},
+            {"guided_regex": "a+"},
+        )
+    ),
+    (COMPLETIONS, {**BEAMS, **PROMPT, "logprobs": 1}, "logprobs"),
+    (CHAT, {**BEAMS, **MESSAGES, "logprobs": True}, "logprobs"),
     # not implemented
     (COMPLETIONS, {**PROMPT, "suffix": "x"}, "suffix"),
-    (COMPLETIONS, {**PROMPT, "best_of": 2}, "best_of"),
-    (COMPLETIONS, {**PROMPT, "use_beam_search": True}, "use_beam_search"),
     (CHAT, {**MESSAGES, "prompt_logprobs": 21}, "prompt_logprobs"),
     (CHAT, {**MESSAGES, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (COMPLETIONS, {**PROMPT, "tools": [named("f")]}, "tools"),
@@ -328,10 +357,10 @@ async def test_errors_are_raised_with_the_cause_they_have_and_not_themselves(
         (b'{"prompt": "\\ud800 and more"}', "prompt", "surrogate"),
         (b'{"model": "a", "user": "\\uDC00", "prompt": "\\ud83d\\ude00"}', "user", "surrogate"),
         (b'{"prompt": "ab", "unknown": "\\ud83d\\ud83d"}', "prompt", "surrogate"),
-        (b'{"best_of": "\\ud800"}', None, "surrogate"),
+        (b'{"suffix": "\\ud800"}', None, "surrogate"),
         (b'{"prompt": "\\\\ud800', None, "JSON"),
         (b'{"prompt": "\\ud83d\\ude00', None, "JSON"),
-        (b'{"prompt": "ab", "best_of": 1e999}', "best_of", "out of range"),
+        (b'{"prompt": "ab", "suffix": 1e999}', "suffix", "out of range"),
         (b'{"prompt": "ab", "user": 1e999}', "user", "out of range"),
         (b'{"prompt": "ab", "' + b"k" * 100_000 + b'": NaN}', None, "a value is not a finite"),
         (b'{"prompt": "ab", "temperature": NaN}', "temperature", "finite"),

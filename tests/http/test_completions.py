@@ -6,7 +6,7 @@ import pytest
 from asyncserve import __version__
 from tests.fakes.executor import fake_continuation
 from tests.fakes.tokenizer import BOS_ID, EOS_ID, FakeTokenizer
-from tests.http.live import MODEL, Answer, live_server, spell
+from tests.http.live import MODEL, Answer, live_server, spell, until
 
 
 async def test_answer_has_openais_shape() -> None:
@@ -550,8 +550,6 @@ async def test_a_long_list_of_allowed_tokens_is_taken() -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"best_of": 2}, "n gives several"),
-        ({"use_beam_search": True}, "not implemented yet"),
         ({"suffix": "x"}, "fills no gaps"),
         ({"truncation_side": "right"}, "left"),
         ({"regex": "a"}, "structured_outputs.regex"),
@@ -563,3 +561,35 @@ async def test_what_does_not_exist_says_so(fields: dict[str, Any], word: str) ->
         answer = await live.complete(**fields)
     assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))
     assert word in answer.error["message"]
+
+
+async def test_best_of_gives_fewer_answers_than_are_generated_and_counts_all() -> None:
+    async with live_server(next_token=spell("xyz")) as live:
+        answer = (await live.complete(best_of=3)).json
+        assert [choice["text"] for choice in answer["choices"]] == ["xyz"]
+        assert answer["choices"][0]["logprobs"] is None
+        assert answer["usage"]["completion_tokens"] == 3 * 4
+        answer = (await live.chat(best_of=4, n=2)).json
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert answer["usage"]["completion_tokens"] == 4 * 4
+        answer = (await live.complete(prompt=["a", "b"], best_of=2, logprobs=1)).json
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert all(len(choice["logprobs"]["tokens"]) == 4 for choice in answer["choices"])
+
+
+async def test_best_of_that_chooses_nothing_is_streamed() -> None:
+    async with live_server(next_token=spell("xy")) as live:
+        answer = await live.complete(best_of=2, n=2, stream=True)
+    assert answer.status == 200
+    texts = ["", ""]
+    for event in answer.events[:-1]:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == ["xy", "xy"]
+
+
+async def test_an_aborted_choice_of_the_best_leaves_nothing_behind() -> None:
+    async with live_server(next_token=spell("x" * 100)) as live:
+        task = asyncio.create_task(live.complete(best_of=3, max_tokens=90))
+        await live.until_running(3)
+        task.cancel()
+        await until(lambda: live.engine.statistics().num_running == 0)

@@ -3,6 +3,7 @@
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from asyncserve.errors import DeviceLost, StepFailed
 from asyncserve.loop.scheduler import Scheduler, StepDeltas
@@ -86,6 +87,7 @@ class Bench:
         cache_salt: str | None = None,
         tenant: str = "",
         stop_token_ids: frozenset[int] = frozenset(),
+        leader_id: int | None = None,
         **sampling: int | None,
     ) -> int:
         """Add one sequence and return its id: 0, 1, 2 …"""
@@ -110,12 +112,17 @@ class Bench:
             seed=sequence_id,
         )
         timeline = RequestTimeline(arrived_s=self.now_s)
-        self.scheduler.add(tokenized, timeline)
+        self.scheduler.add(tokenized, timeline, leader_id=leader_id)
         self.scheduler.check()
         self.received[sequence_id] = Received()
         self.timelines[sequence_id] = timeline
         self.tokenized[sequence_id] = tokenized
         return sequence_id
+
+    def add_family(self, num: int, prompt: Sequence[int], **more: Any) -> list[int]:
+        """Add the sequences of one request and return their ids."""
+        first = self.add(prompt, **more)
+        return [first, *(self.add(prompt, leader_id=first, **more) for _ in range(num - 1))]
 
     def abort(self, sequence_id: int) -> bool:
         was_live = self.scheduler.abort(sequence_id)

@@ -42,6 +42,9 @@ def simulate(seed: int) -> dict[str, int]:
     capacity = rng.choice([24, 32, 40, 80, 200])
     max_model_len = rng.choice([16, 24, 40])
     chunked = rng.random() < 0.7
+    host = random.Random(f"host {seed}")
+    num_swap_blocks = host.choice([0, 0, 4, 16, 64])
+    num_host_blocks = num_swap_blocks + host.choice([0, 0, 3, 16, 64])
     max_num_batched_tokens = rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40])
     specs = random_specs(rng, block_len)
     info = fake_info(
@@ -52,6 +55,8 @@ def simulate(seed: int) -> dict[str, int]:
         vocab_size=VOCAB,
         max_num_batched_tokens=max_num_batched_tokens,
         max_unapplied=rng.choice([1, 2, 2, 3]),
+        num_host_blocks=num_host_blocks + 1 if num_host_blocks else 0,
+        num_swap_blocks=num_swap_blocks,
         specs=specs,
     )
     bench = Bench(
@@ -86,21 +91,29 @@ def simulate(seed: int) -> dict[str, int]:
         prompt = prefix + [rng.randrange(VOCAB) for _ in range(prompt_len - len(prefix))]
         max_tokens = rng.randint(1, limit - prompt_len)
         stop = frozenset(rng.sample(range(VOCAB), rng.choice([0, 1, 3])))
-        for _ in range(rng.choice([1, 1, 3])):
+        num_sequences = rng.choice([1, 1, 3, 5])
+        # Choices of one request, or requests that happen to be alike.
+        are_family = rng.random() < 0.6
+        for index in range(num_sequences):
+            if index == 0 or not are_family:
+                asked = {
+                    "min_tokens": rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
+                    "priority": rng.randint(0, 2),
+                    "cache_salt": rng.choice([None, None, "salt"]),
+                    "num_prompt_logprobs": rng.choice([None, None, None, 2]),
+                    "num_logprobs": rng.choice([None, None, 1]),
+                }
             sequence_id = bench.add(
                 prompt,
                 max_tokens=max_tokens,
-                min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
-                priority=rng.randint(0, 2),
-                cache_salt=rng.choice([None, None, "salt"]),
                 stop_token_ids=stop,
-                num_prompt_logprobs=rng.choice([None, None, None, 2]),
-                num_logprobs=rng.choice([None, None, 1]),
+                leader_id=len(bench.received) - index if are_family else None,
+                **asked,
             )
             if rng.random() < culprit_rate:
                 bench.culprits[sequence_id] = rng.randrange(prompt_len + max_tokens)
 
-    num_losses = 0
+    num_losses = num_branches = 0
     while num_left or bench.has_work or paused:
         action = rng.random()
         if paused and (rng.random() < 0.3 or not bench.has_work):
@@ -118,6 +131,8 @@ def simulate(seed: int) -> dict[str, int]:
         elif action < 0.6:
             planned = bench.plan()
             assert planned is not None or bench.in_flight or not bench.has_work
+            if planned is not None:
+                num_branches += sum(not sequence.num_tokens for sequence in planned.sequences)
         elif bench.in_flight:
             if rng.random() < loss_rate:
                 bench.lose_device()
@@ -164,6 +179,10 @@ def simulate(seed: int) -> dict[str, int]:
         "losses": num_losses,
         "aborts": len(bench.aborted),
         "pauses": bench.statistics().num_pauses,
+        "swaps": bench.statistics().num_swaps,
+        "host_hits": bench.statistics().host_cache_hits,
+        "branches": num_branches,
+        "copies": bench.statistics().num_copied_blocks,
         "window blocks freed": bench.statistics().num_window_blocks_freed,
         "cached beside windows": num_cached if any(isinstance(spec, SlidingWindow) for spec in specs) else 0,
     }

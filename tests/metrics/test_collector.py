@@ -21,6 +21,8 @@ def test_values_are_those_of_the_engine() -> None:
             num_blocks=40,
             num_blocks_used=10,
             num_blocks_cached=25,
+            num_blocks_saved=6,
+            num_copied_blocks=11,
             num_unapplied_steps=2,
             prefix_cache_queries=1000,
             prefix_cache_hits=400,
@@ -36,6 +38,15 @@ def test_values_are_those_of_the_engine() -> None:
                 )
                 for group_id, (used, cached) in enumerate([(7, 20), (3, 5)])
             ],
+            num_host_blocks=20,
+            num_host_blocks_used=4,
+            num_host_blocks_cached=9,
+            host_cache_queries=300,
+            host_cache_hits=120,
+            host_stored_bytes=5000,
+            host_loaded_bytes=4000,
+            num_swapped=2,
+            num_swaps=6,
             graphs_pending=9,
             channels=[ChannelStatistics("arrivals", 4, 8, 6), ChannelStatistics("deltas", 0, 8, 1)],
         )
@@ -44,11 +55,19 @@ def test_values_are_those_of_the_engine() -> None:
         "num_requests_running": 3,
         "num_requests_waiting": 5,
         "kv_cache_usage_perc": 0.25,
+        "kv_blocks_saved": 6,
+        "copied_kv_blocks_total": 11,
         "unapplied_steps": 2,
         "prefix_cache_queries_total": 1000,
         "prefix_cache_hits_total": 400,
         "num_preemptions_total": 7,
         "kv_window_blocks_freed_total": 11,
+        "external_prefix_cache_queries_total": 300,
+        "external_prefix_cache_hits_total": 120,
+        "kv_offload_store_bytes_total": 5000,
+        "kv_offload_load_bytes_total": 4000,
+        "num_requests_swapped": 2,
+        "num_swaps_total": 6,
         "graphs_pending": 9,
     }
     assert {name: value_of(registry, name) for name in expected} == expected
@@ -61,6 +80,8 @@ def test_values_are_those_of_the_engine() -> None:
         for each in samples_of(registry, "kv_group_blocks")
     }
     assert by_group == {("0", "used"): 7, ("0", "cached"): 20, ("1", "used"): 3, ("1", "cached"): 5}
+    blocks = {sample.labels["state"]: sample.value for sample in samples_of(registry, "host_kv_blocks")}
+    assert blocks == {"used": 4, "cached": 9, "free": 7}
     for name, values in (("channel_depth", [4, 0]), ("channel_peak", [6, 1])):
         assert [value_of(registry, name, channel=channel) for channel in ("arrivals", "deltas")] == values
 

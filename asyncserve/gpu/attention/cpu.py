@@ -245,6 +245,8 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
     begin = num_decode
     for row in range(num_decode, batch.num_rows):
         num_tokens = batch.query_lens_host[row]
+        if not num_tokens:
+            continue
         start = seq_lens[row] - num_tokens
         prefills.append(
             _Prefill(

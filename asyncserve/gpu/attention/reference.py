@@ -197,6 +197,8 @@ class ReferenceAttention:
         begin = num_decode
         for row in range(num_decode, batch.num_rows):
             end = begin + batch.query_lens_host[row]
+            if end == begin:
+                continue
             seq_len = seq_lens[row]
             page_rows = None
             if seq_len > end - begin:

@@ -5,5 +5,5 @@
 `gumbel` (the random choice, stateless), `drawing` (both together, on a CPU), `choice` (the same by kernels),
 `slot_values` (what they must know of each slot), `selection` (argmax and largest elements of long rows),
 `logprobs` (what the model itself thought), `bit_masks` (most of a vocabulary forbidden at once), `upload`
-(small arrays on their way to the device).
+(small arrays on their way to the device); `beams` (which rows of a beam search go on with which tokens).
 """

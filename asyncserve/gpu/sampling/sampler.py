@@ -6,8 +6,8 @@ before `min_tokens`, lists of allowed tokens, bad words, penalties, masks of gra
 the argmax, for the others temperature, top-k, min-p, top-p and a random draw that depends on seed and
 position alone. What a row gets depends on nothing but its own logits, slot and tokens, so neither the batch,
 the row index nor a preemption changes it. Log-probabilities are those of the raw logits. On a GPU the last
-stages are kernels (`choice`), and a step whose rows need no others is nothing but these: `choose`. Knows no
-plan and no KV cache.
+stages are kernels (`choice`), and a step whose rows need no others is nothing but these: `choose`. Rows of
+beam searches are left to `beams`. Knows no plan and no KV cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,7 @@ from asyncserve.gpu.device import Event
 from asyncserve.gpu.sampling import logprobs as scoring
 from asyncserve.gpu.sampling.allowed_tokens import AllowedTokens
 from asyncserve.gpu.sampling.bad_words import BadWords
+from asyncserve.gpu.sampling.beams import BeamSearches, ChosenBeams
 from asyncserve.gpu.sampling.drawing import draw_rows
 from asyncserve.gpu.sampling.gumbel import row_keys
 from asyncserve.gpu.sampling.logit_bias import LogitBias
@@ -44,8 +45,9 @@ _ALLOWED = 32
 _BAD_WORDS = 64
 _GRAMMAR = 128
 _TRUNCATES = 256
+_BEAM = 512
 _CHANGES_LOGITS = _BIAS | _BAN | _PENALTIES | _ALLOWED | _BAD_WORDS | _GRAMMAR
-_IS_NOT_PLAIN = _CHANGES_LOGITS | _LOGPROBS
+_IS_NOT_PLAIN = _CHANGES_LOGITS | _LOGPROBS | _BEAM
 
 
 @dataclass(slots=True)
@@ -56,10 +58,12 @@ class Sampled:
         token_ids: `[num_samples] int64`; `BAD_LOGITS` where logits were not finite, `NO_TOKEN` where all were
             forbidden.
         logprobs: Slot to log-probabilities for the slots that asked, built when read; None if none asked.
+        beams: What the beam searches go on with; None if there are none.
     """
 
     token_ids: Tensor
     logprobs: Mapping[int, TokenLogprobs] | None = None
+    beams: ChosenBeams | None = None
 
 
 class Sampler:
@@ -94,6 +98,7 @@ class Sampler:
         self._bad_words = BadWords(vocab_size, device)
         self._penalties = Penalties(num_slots, vocab_size, max_model_len, device)
         self._masks = TokenMasks(vocab_size, device)
+        self._beams = BeamSearches(num_slots, device)
         self._has_kernels = device.type != "cpu" if has_kernels is None else has_kernels
 
     @torch.inference_mode()
@@ -129,6 +134,9 @@ class Sampler:
         if sampling.num_logprobs is not None:
             needs |= _LOGPROBS
             self._num_logprobs[slot] = sampling.num_logprobs
+        if assignment.beam is not None:
+            needs |= _BEAM
+            self._beams.admit(assignment)
         self._needs[slot] = needs
 
     def release(self, slot: int) -> None:
@@ -140,10 +148,12 @@ class Sampler:
         self._bad_words.release(slot)
         self._penalties.release(slot)
         self._masks.release(slot)
+        self._beams.release(slot)
 
     def upload(self) -> None:
         """Let `choose` know what was admitted; call it after the admissions of a plan. Waits for nothing."""
         self._values.upload()
+        self._beams.upload()
 
     def is_plain(self, slots: Sequence[int]) -> bool:
         """Whether `choose` is all that the slots' rows need: no changed logits and no log-probabilities."""
@@ -204,6 +214,8 @@ class Sampler:
             history: The slots' tokens, complete below these positions; without it no slot may have bad words.
         """
         needs = self._needs_of(slots, sample_positions)
+        if needs & _BEAM:
+            return self._sample_with_beams(logits, slots, sample_positions, history)
         if self._has_kernels:
             return self._sample_by_kernels(logits, slots, sample_positions, needs, history)
         logits = logits.to(torch.float32)
@@ -241,6 +253,37 @@ class Sampler:
         if not needs & _LOGPROBS:
             return Sampled(token_ids)
         return self._scored(token_ids, raw, asking, slots)
+
+    def _sample_with_beams(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        sample_positions: Sequence[int],
+        history: SlotTable | None,
+    ) -> Sampled:
+        self.upload()
+
+        def restrict(log_probs: Tensor, rows: Sequence[int]) -> None:
+            own_slots, own_positions = [slots[row] for row in rows], [sample_positions[row] for row in rows]
+            needs = self._needs_of(own_slots, own_positions)
+            if needs & _CHANGES_LOGITS:
+                self._change_logits(log_probs, own_slots, own_positions, needs, history)
+
+        beams = self._beams.choose(logits, slots, restrict)
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        token_ids.index_copy_(0, upload_ids(beams.rows, self._device), beams.token_ids)
+        others = sorted(set(range(len(slots))).difference(beams.rows))
+        logprobs = None
+        if others:
+            sampled = self.sample(
+                _rows(logits, others),
+                [slots[row] for row in others],
+                [sample_positions[row] for row in others],
+                history,
+            )
+            token_ids.index_copy_(0, upload_ids(others, self._device), sampled.token_ids)
+            logprobs = sampled.logprobs
+        return Sampled(token_ids, logprobs, beams)
 
     def _sample_by_kernels(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncserve.http.schema import MAX_CACHE_SALT_LEN, MAX_CHOICES, MAX_SEQUENCES, MAX_TOKEN_IDS
-from asyncserve.request import DEFAULT_MAX_TOKENS, MAX_STOP_STRINGS, SamplingParams
+from asyncserve.request import DEFAULT_MAX_TOKENS, MAX_LENGTH_PENALTY, MAX_STOP_STRINGS, SamplingParams
 
 MAX_ID = 2**31 - 1
 """No vocabulary has more tokens."""
@@ -19,6 +19,8 @@ STOP = {"type": "string", "minLength": 1}
 
 RANGES: Mapping[str, Mapping[str, Any]] = {
     "n": {"minimum": 1, "maximum": MAX_CHOICES},
+    "best_of": {"minimum": 1, "maximum": MAX_CHOICES},
+    "length_penalty": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY},
     "temperature": {"minimum": 0, "maximum": 100},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": 2**63 - 1},
