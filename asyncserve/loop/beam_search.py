@@ -26,11 +26,6 @@ from asyncserve.request import EarlyStopping
 from asyncserve.step import BeamCandidate
 
 
-def num_candidates(width: int, num_stop_tokens: int) -> int:
-    """Return how many candidates a step gives: enough that `width` of them have no stop token."""
-    return max(2, 1 + num_stop_tokens) * width
-
-
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished text.
@@ -105,8 +100,7 @@ class BeamSearch:
         """Account for one step.
 
         Args:
-            candidates: The step's, best first; `num_candidates` of them, or all there are if those are fewer.
-                What nothing allows has a score of `-inf`.
+            candidates: The step's, as in `StepOutput.beams`. What nothing allows has a score of `-inf`.
 
         Returns:
             What each row is from now on, `width` of them, also when the search is done with this step.

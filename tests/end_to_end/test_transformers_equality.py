@@ -1,8 +1,10 @@
 """The demo model in float32 says, token for token, what transformers says on the same file."""
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from asyncserve import LLM, SamplingParams
 from tests.fakes.demo_model import demo_model_path
@@ -35,9 +37,16 @@ def prompt_token_ids(llm: LLM) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(prompt_token_ids: list[list[int]]) -> list[list[int]]:
+def model() -> PreTrainedModel:
     path = demo_model_path()
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return loaded.eval()
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel, prompt_token_ids: list[list[int]]) -> list[list[int]]:
     outputs = []
     with torch.inference_mode():
         for ids in prompt_token_ids:
@@ -69,3 +78,38 @@ def test_greedy_output_alone_is_that_of_transformers(
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         [choice] = llm.generate(ids, params, progress=False)[0].outputs
         assert list(choice.token_ids) == want[:num_tokens]
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_beam_searches_in_a_batch_find_what_those_of_transformers_find(
+    llm: LLM, model: PreTrainedModel, prompt_token_ids: list[list[int]], width: int
+) -> None:
+    comma = 28
+    prompts = [prompt_token_ids[0], prompt_token_ids[3], prompt_token_ids[6]]
+    kinds: list[dict[str, Any]] = [
+        {"early_stopping": False, "length_penalty": 1.0},
+        {"early_stopping": True, "length_penalty": 0.5},
+        {"early_stopping": "never", "length_penalty": 2.0},
+    ]
+    params = [
+        SamplingParams(n=width, use_beam_search=True, max_tokens=16, stop_token_ids=(comma,), **kind)
+        for kind in kinds
+    ]
+    for ids, kind, got in zip(prompts, kinds, llm.generate(prompts, params, progress=False), strict=True):
+        config = GenerationConfig(
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=16,
+            eos_token_id=[model.config.eos_token_id, comma],
+            pad_token_id=comma,
+            do_sample=False,
+            **kind,
+        )
+        with torch.inference_mode():
+            sequences = model.generate(
+                torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config
+            )
+        texts = sequences[:, len(ids) :].tolist()
+        padding = [comma] * 16
+        own = [[*output.token_ids, *padding][: len(texts[0])] for output in got.outputs]
+        assert own == texts

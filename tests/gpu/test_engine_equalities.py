@@ -171,3 +171,52 @@ def test_the_best_of_several_are_the_likeliest_of_as_many_choices(
             all_of_them.outputs[index].token_ids for index in ranked[:2]
         ]
         assert all(output.logprobs is None for output in two.outputs)
+
+
+@pytest.fixture(scope="module")
+def searched(model: Path, device: str, prompts: list[list[int]]) -> Answers:
+    """Every search by itself, without cache and without planning ahead."""
+    plain: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+    }
+    with open_llm(model, device, **plain) as llm:
+        return [search(llm, [prompt], number)[0] for number, prompt in enumerate(prompts[:8])]
+
+
+def search(llm: LLM, prompts: Sequence[Sequence[int]], first: int = 0) -> Answers:
+    """Return the tokens that searches find, wide by turns."""
+    params = [
+        SamplingParams(
+            n=1 + number % 2,
+            best_of=2 + number % 3,
+            use_beam_search=True,
+            max_tokens=NUM_TOKENS,
+            stop_token_ids=(70, 71, 72),
+            early_stopping=number % 4 == 0,
+        )
+        for number in range(first, first + len(prompts))
+    ]
+    completions = llm.generate(prompts, params, progress=False)
+    return [[output.token_ids for output in completion.outputs] for completion in completions]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"enable_prefix_caching": False, "async_scheduling": False}, id="batched"),
+        pytest.param({}, id="cached, one step ahead"),
+        pytest.param({"max_num_batched_tokens": 7, "max_num_seqs": 5}, id="chunked"),
+        pytest.param({"num_gpu_blocks_override": 60}, id="preempted"),
+    ],
+)
+def test_what_searches_find_does_not_depend_on_how_they_are_served(
+    model: Path, device: str, prompts: list[list[int]], searched: Answers, options: dict[str, Any]
+) -> None:
+    with open_llm(model, device, **options) as llm:
+        llm.wait_until_warm()
+        assert search(llm, prompts[:8]) == searched
+        if "num_gpu_blocks_override" in options:
+            assert llm.statistics().num_preemptions > 0

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, Pr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from asyncserve.errors import InvariantError
-from asyncserve.loop.beam_search import BeamSearch, num_candidates
+from asyncserve.loop.beam_search import BeamSearch
 from asyncserve.request import EarlyStopping
 from asyncserve.step import BeamCandidate
 
@@ -66,7 +66,8 @@ def run(search: BeamSearch, table: torch.Tensor, prompt: list[int], stops: list[
     """Let a search go to its end; returns the number of its steps."""
     num_steps = 0
     while not search.is_done:
-        search.advance(candidates_of(search, table, prompt, num_candidates(search.width, len(stops))))
+        num = max(2, 1 + len(stops)) * search.width
+        search.advance(candidates_of(search, table, prompt, num))
         num_steps += 1
     return num_steps
 

@@ -136,7 +136,6 @@ class BeamSearches:
         beam = self._places.pop(slot, None)
         if beam is None:
             return
-        self._unsent.pop(slot, None)
         search = self._searches[beam.search_id]
         search.slots[beam.beam_idx] = -1
         if search.is_empty:
