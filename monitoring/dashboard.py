@@ -230,6 +230,16 @@ def _kv_cache() -> Iterator[Panel]:
         stacked=True,
     )
     yield lines(
+        "KV blocks shared",
+        "Saved: blocks that would be used beyond those that are, if sequences shared none. Copied: those that"
+        " choices of one request had to have for themselves.",
+        [
+            _gauge("kv_blocks_saved", "saved"),
+            _rate("copied_kv_blocks_total", "copied per second"),
+        ],
+        unit="short",
+    )
+    yield lines(
         "KV blocks by group",
         "Layers that keep everything, a window or a state are groups that share the pool.",
         [_gauge("kv_group_blocks", "{{group}} {{state}}", by="group, state")],
@@ -247,16 +257,6 @@ def _kv_cache() -> Iterator[Panel]:
         "KV blocks passed by windows",
         "Given back by running sequences; none if no layer has a sliding window.",
         [_rate("kv_window_blocks_freed_total", "given back")],
-        unit="short",
-    )
-    yield lines(
-        "KV blocks shared",
-        "Saved: blocks that would be used beyond those that are, if sequences shared none. Copied: those that"
-        " choices of one request had to have for themselves.",
-        [
-            _gauge("kv_blocks_saved", "saved"),
-            _rate("copied_kv_blocks_total", "copied per second"),
-        ],
         unit="short",
     )
     yield lines(

@@ -272,6 +272,17 @@ METRICS: tuple[MetricDefinition, ...] = (
         ("state",),
     ),
     _gauge(
+        "kv_blocks_saved",
+        "blocks",
+        "KV blocks that would be used beyond those that are, if sequences shared none.",
+    ),
+    _counter(
+        "copied_kv_blocks_total",
+        "blocks",
+        "KV blocks copied for choices of a request that went on from a common prompt.",
+        Source.COLLECTOR,
+    ),
+    _gauge(
         "kv_group_blocks",
         "blocks",
         "KV blocks of each group of layers: used by a sequence, or cached. Free ones are any group's.",
@@ -287,17 +298,6 @@ METRICS: tuple[MetricDefinition, ...] = (
         "kv_window_blocks_freed_total",
         "blocks",
         "KV blocks that running sequences gave back, since a sliding window had passed them.",
-        Source.COLLECTOR,
-    ),
-    _gauge(
-        "kv_blocks_saved",
-        "blocks",
-        "KV blocks that would be used beyond those that are, if sequences shared none.",
-    ),
-    _counter(
-        "copied_kv_blocks_total",
-        "blocks",
-        "KV blocks copied for choices of a request that went on from a common prompt.",
         Source.COLLECTOR,
     ),
     _gauge("cache_config_info", "", "Always 1; the labels tell how the KV cache is set up."),

@@ -84,6 +84,8 @@ class EngineCollector(Collector):
         yield self._gauge("kv_cache_usage_perc", {(): num_used / now.num_blocks if now.num_blocks else 0.0})
         num_free = now.num_blocks - num_used - num_cached
         yield self._gauge("kv_blocks", {("used",): num_used, ("cached",): num_cached, ("free",): num_free})
+        yield self._gauge("kv_blocks_saved", {(): now.num_blocks_saved})
+        yield self._counter("copied_kv_blocks_total", now.num_copied_blocks)
         by_group: dict[tuple[str, ...], float] = {}
         num_unused = num_slots = 0
         for group in now.kv_groups:
@@ -95,8 +97,6 @@ class EngineCollector(Collector):
         num_filled = num_slots - num_unused
         yield self._gauge("kv_allocated_slots", {("filled",): num_filled, ("unused",): num_unused})
         yield self._counter("kv_window_blocks_freed_total", now.num_window_blocks_freed)
-        yield self._gauge("kv_blocks_saved", {(): now.num_blocks_saved})
-        yield self._counter("copied_kv_blocks_total", now.num_copied_blocks)
         yield self._gauge("unapplied_steps", {(): now.num_unapplied_steps})
         yield self._gauge("graphs_pending", {(): now.graphs_pending})
         yield self._gauge("channel_depth", {(channel.name,): channel.depth for channel in now.channels})
