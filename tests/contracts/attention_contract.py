@@ -326,9 +326,9 @@ class AttentionContract:
         simulation.step([(first, 1), (second, 1)])
         simulation.step([(second, 1), (first, 4)])
 
-    @pytest.mark.parametrize("window_len", [None, 3, 7])
     @pytest.mark.parametrize(
-        ("softcap", "has_sinks"), [(0.5, False), (None, True), (0.5, True)], ids=["cap", "sinks", "both"]
+        ("softcap", "has_sinks", "window_len"),
+        [(0.5, False, 3), (None, True, None), (0.5, True, None), (0.5, True, 3), (0.5, True, 7)],
     )
     def test_capped_scores_and_sinks_in_rows_of_every_kind(
         self, softcap: float | None, has_sinks: bool, window_len: int | None
