@@ -1,4 +1,4 @@
-"""Gemma 3 270M in float32, real weights: transformers' tokens far beyond the window, and what the model knows."""
+"""Gemma 3 270M in float32: transformers' tokens far beyond the window, and what the model knows."""
 
 import itertools
 from pathlib import Path
@@ -41,7 +41,7 @@ def answers() -> dict[bool, list[tuple[list[int], list[int]]]]:
             if is_cached:
                 [first] = llm.generate([LONG_TEXT], SamplingParams(max_tokens=1), progress=False)
                 assert first.outputs[0].token_ids
-                with pytest.raises(InvalidRequest, match="no chat template.*--chat-template"):
+                with pytest.raises(InvalidRequest, match=r"no chat template.*--chat-template"):
                     llm.chat([{"role": "user", "content": "Hello"}], progress=False)
             completions = llm.generate(
                 [LONG_TEXT, *KNOWN], [GREEDY, *itertools.repeat(SHORT, len(KNOWN))], progress=False

@@ -1,4 +1,4 @@
-"""Models with local layers, whose prompts are longer than their window: transformers' tokens, however served."""
+"""Models with local layers, asked beyond their window: transformers' tokens, however they are served."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where Gemma 3 270M is, for tests that need a real model with a sliding window; fetched when first asked for."""
+"""Where Gemma 3 270M is, for tests that need a real model with windows; fetched when first asked for."""
 
 import subprocess
 import sys

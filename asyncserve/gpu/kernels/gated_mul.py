@@ -1,7 +1,7 @@
 """An activation of one half of a row times the other half, in one kernel: SiLU, or GELU by its tanh form.
 
-Rounds where `act(gate) * up` of torch's own kernels does: the activation is computed in float32 and rounded to
-the activations' dtype, and so is the product.
+Rounds where `act(gate) * up` of torch's own kernels does: what the gate gives is computed in float32 and
+rounded to the dtype of the input, and so is the product.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The gated feed-forward network: down(act(gate(x)) * up(x)), where act is SiLU or what a model has instead."""
+"""The gated feed-forward network: down(act(gate(x)) * up(x)), where act is SiLU or what a model has."""
 
 from collections.abc import Callable
 
@@ -20,8 +20,8 @@ class GatedMLP(nn.Module):
         intermediate_size: Elements between the projections.
         bias: Whether the projections have biases.
         dtype: Of weights and activations.
-        gate: `[num_tokens, 2 * intermediate_size]`, gates first → `[num_tokens, intermediate_size]`. `silu_mul`
-            and `gelu_mul` have kernels.
+        gate: `[num_tokens, 2 * intermediate_size]`, gates first → `[num_tokens, intermediate_size]`; None:
+            `silu_mul`. That and `gelu_mul` have kernels.
     """
 
     def __init__(
@@ -78,6 +78,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`[num_tokens, 2 * size]`, gates first → `gelu(gate) * up`, `[num_tokens, size]`; GELU by its tanh form."""
+    """`[num_tokens, 2 * size]`, gates first → `gelu(gate) * up`, `[num_tokens, size]`; the tanh form."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)

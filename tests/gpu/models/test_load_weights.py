@@ -7,6 +7,7 @@ import torch
 
 from asyncserve.errors import CheckpointError, UnsupportedModel
 from asyncserve.gpu.layers.attention import Attention
+from asyncserve.gpu.models.gemma3 import Gemma3ForCausalLM
 from asyncserve.gpu.models.llama import LlamaForCausalLM
 from asyncserve.gpu.models.registry import MODELS, load_model_class
 from asyncserve.kv_spec import FullAttention
@@ -109,6 +110,26 @@ def test_vocab_size_is_the_number_of_logits(architecture: str) -> None:
 def test_a_mixture_of_experts_is_refused(experts: dict[str, int]) -> None:
     with pytest.raises(UnsupportedModel, match=r"with (128|32) experts' is not supported.*with 1 expert"):
         build_model({**CONFIG, "architectures": ["GptOssForCausalLM"], **experts}, [])
+
+
+def test_a_gemma_3_configuration_that_states_little_has_the_familys_values() -> None:
+    # As the published one of 4 billion parameters.
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    with torch.device("meta"):
+        model = load_model_class("Gemma3ForConditionalGeneration")(config, dtype=torch.bfloat16)
+    assert isinstance(model, Gemma3ForCausalLM)
+    assert (model.sizes.num_heads, model.sizes.num_kv_heads, model.sizes.head_dim) == (8, 4, 256)
+    assert (model.vocab_size, model.sizes.tied, model.sizes.norm_eps) == (262208, True, 1e-6)
+    assert model.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+    fastest = [float(rotary.frequencies[129]) for rotary in (model.rotary_global, model.rotary_local)]
+    assert fastest == pytest.approx([1e6 ** (-1 / 128) / 8, 1e4 ** (-1 / 128)])
 
 
 def test_attention_that_looks_ahead_is_refused() -> None:
