@@ -5,6 +5,7 @@
 thread, packed copies, rotation of buffers) is run, and a result read too early is seen.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -63,8 +64,9 @@ class FakeDevice:
     def activate(self) -> None:
         """Do nothing."""
 
-    def note_loaded(self) -> None:
-        """Do nothing."""
+    def lasting_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Change nothing."""
+        return contextlib.nullcontext()
 
     def memory(self) -> MemoryInfo:
         """Return what the test said."""
