@@ -3,9 +3,9 @@
 The logits of 256 rows over 49,152 tokens are 50 MB. glibc asks the kernel for each block above 32 MB anew,
 and gives whole heaps back that no thread uses for a moment; the kernel then fills new pages with zeros, which
 can take as long as a small model's step. So what a step frees is kept. What lasts as long as the device, its
-weights and its KV cache, is allocated before that, in pages of its own: they go when it goes, and a device
-that is opened anew finds no holes of the old one that are too small for it. For servers that compute on a
-CPU. Without glibc nothing happens.
+weights above all, gets pages of its own: they go when it goes, and a device that is opened anew finds no
+holes of the old one that are too small for it. For servers that compute on a CPU. Without glibc nothing
+happens.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import ctypes
 KEPT_BLOCK_BYTES = 1 << 30
 """Larger blocks do go back to the kernel when they are freed."""
 LASTING_BLOCK_BYTES = 1 << 20
-"""While a device is opened, blocks from this size on are mapped one by one."""
+"""Of what lasts, blocks from this size on are mapped one by one."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

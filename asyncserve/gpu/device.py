@@ -8,7 +8,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -62,8 +62,8 @@ class Device(Protocol):
     def activate(self) -> None:
         """Make the calling thread the device thread: its device, stream and number of threads."""
 
-    def note_loaded(self) -> None:
-        """Note that all that lasts as long as the device is allocated: what comes now is for steps."""
+    def lasting_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Allocate what lasts as long as the device, for the duration of the block."""
 
     def memory(self) -> MemoryInfo:
         """Return free and total memory now."""
@@ -172,14 +172,19 @@ class CpuDevice:
         self.has_fast_bfloat16 = any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
 
     def activate(self) -> None:
-        """Set the number of kernel threads, and let weights and cache have pages of their own."""
+        """Set the number of kernel threads, and let the process keep the memory that a step frees."""
         torch.set_num_threads(self.num_threads)
-        map_large_blocks()
-
-    def note_loaded(self) -> None:
-        """Let the process keep the memory that a step frees."""
-        give_back_memory()
         keep_freed_memory()
+
+    @contextlib.contextmanager
+    def lasting_memory(self) -> Iterator[None]:
+        """Give large blocks pages of their own; afterwards the kernel gets back what is free."""
+        map_large_blocks()
+        try:
+            yield
+        finally:
+            keep_freed_memory()
+            give_back_memory()
 
     def memory(self) -> MemoryInfo:
         """Return what the machine, or the container's limit if lower, has left."""
@@ -296,8 +301,9 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         torch.cuda.set_stream(self._main)
 
-    def note_loaded(self) -> None:
-        """Do nothing: torch's allocator keeps what is freed anyway."""
+    def lasting_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Change nothing: torch's allocator does not part the two."""
+        return contextlib.nullcontext()
 
     def memory(self) -> MemoryInfo:
         """Return the driver's figures, other processes included."""

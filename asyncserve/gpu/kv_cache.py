@@ -11,6 +11,8 @@ zeros, the null block 0 is never written, and for such a backend the runner zero
 unwritten of a new block (`zero_blocks`).
 """
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +21,6 @@ import torch
 from asyncserve.errors import InvariantError
 from asyncserve.kv_spec import FullAttention, KVGroup, KVSpec, RecurrentState
 
-_ALIGNMENT_BYTES = 64
 _COPY_BYTES = 64 * 1024 * 1024
 """Most bytes of blocks that are on their way at once, unless those of one storage are more."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -146,9 +147,11 @@ def token_rows(slot_mapping: torch.Tensor, spec: FullAttention) -> torch.Tensor:
 def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros come from calloc, so a page is resident only once it is written; torch.zeros would write
-    # the whole pool. torch's kernels want 64-byte aligned rows.
+    # Pages of the kernel, each zero, and resident only once it is written. torch.zeros would write the whole
+    # pool, and so would calloc in memory that was in use before: that of the device's last opening, say.
     num_bytes = int(np.prod(shape)) * dtype.itemsize
-    raw = np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8)
-    skip = -raw.ctypes.data % _ALIGNMENT_BYTES
-    return torch.from_numpy(raw[skip : skip + num_bytes]).view(dtype).view(shape)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(pages, dtype=np.uint8)).view(dtype).view(shape)

@@ -216,8 +216,8 @@ def start_runner(
         wanted_len, num_blocks, groups, chunk_len=token_budget, is_fixed=max_model_len is not None
     )
     sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
-    runner = make_runner(sized, model_len, num_host_blocks)
-    opened.note_loaded()
+    with opened.lasting_memory():
+        runner = make_runner(sized, model_len, num_host_blocks)
     _warm_up(runner, block_len=block_len, model_len=model_len, mixes=is_gpu and num_slots > 1)
 
     host_block_s = 0.0
@@ -576,7 +576,8 @@ def _load_model(
         model = model_class(checkpoint.config, dtype=getattr(torch, dtype))
     assert isinstance(model, nn.Module)
     model.requires_grad_(requires_grad=False)
-    model.to_empty(device=device.torch_device)
+    with device.lasting_memory():
+        model.to_empty(device=device.torch_device)
     if load_format == "dummy":
         initialize_dummy(model, seed)
     else:
@@ -585,7 +586,8 @@ def _load_model(
             model.load_weights(weights)
     # Counted before layers rearrange them: packed weights are no parameters any more.
     weights_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    model.finish_loading()
+    with device.lasting_memory():
+        model.finish_loading()
     model.eval()
     return model, weights_bytes
 

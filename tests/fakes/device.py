@@ -7,6 +7,7 @@ the larger copies between host and device are done when something waits for them
 fails to wait meets what was there before.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -86,8 +87,9 @@ class FakeDevice:
     def activate(self) -> None:
         """Do nothing."""
 
-    def note_loaded(self) -> None:
-        """Do nothing."""
+    def lasting_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Change nothing."""
+        return contextlib.nullcontext()
 
     def memory(self) -> MemoryInfo:
         """Return what the test said."""

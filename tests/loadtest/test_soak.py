@@ -250,7 +250,7 @@ def test_every_scenario_has_all_faults_and_only_visits_that_there_are(path: Path
 
 def test_a_scenario_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--scenario", "none"]) == 2
-    assert "there are short, soak" in capsys.readouterr().err
+    assert "there are restarts, short, soak" in capsys.readouterr().err
     (tmp_path / "odd.toml").write_text("guests = 1\nodd = 2\n")
     assert main(["--scenario", str(tmp_path / "odd.toml")]) == 2
     assert "unknown field odd" in capsys.readouterr().err
