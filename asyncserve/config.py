@@ -62,8 +62,9 @@ class ServerConfig:
     --enable-chunked-prefill at least the longest prompt."""
     block_size: int = 16
     """Tokens per KV block."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the KV cache; auto takes that of the model."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Data type of the KV cache; auto takes that of the model. fp8 is fp8_e4m3: half the memory of
+    bfloat16, with the checkpoint's scales if it has any."""
     gpu_memory_utilization: float = 0.92
     """Share of the GPU's memory the server may use, in (0, 1]."""
     kv_cache_memory_bytes: int | None = None

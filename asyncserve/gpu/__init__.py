@@ -12,6 +12,7 @@ step_inputs.py   where a step's inputs are made: on the host, or by a kernel fro
 batch.py         the step's tensors, each with shape and dtype; made from the plan and the rows
 staging.py       one packed host-to-device copy a step; the ring its tokens come back through
 kv_cache.py      the paged K and V of every layer
+kv_scales.py     what the values of an 8-bit KV cache are multiplied by
 models/          one architecture a file
 layers/          what models are made of
 attention/       the seam of paged attention and its backends

@@ -48,6 +48,7 @@ GPU = [
     ["step_inputs"],
     ["batch"],
     ["kernels", "slots", "block_tables", "kv_cache"],
+    ["kv_scales"],
     ["staging", "completion"],
     ["device", "device_errors"],
 ]

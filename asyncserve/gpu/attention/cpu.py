@@ -24,6 +24,7 @@ from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.kv_scales import as_bytes
 from asyncserve.kv_spec import FullAttention, KVSpec
 
 _TILE_LEN = 128
@@ -93,6 +94,7 @@ class CPUAttention:
 
     name = "cpu"
     reads_unwritten = True
+    takes_scales = False
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -189,7 +191,8 @@ class CPUAttention:
             scratch = cache.new_empty(2 * num_elements)
             self._scratch[name, cache.dtype] = scratch
         pages = scratch[:num_elements].view(-1, page_len)
-        return torch.index_select(cache.view(-1, page_len), 0, page_rows, out=pages)
+        torch.index_select(as_bytes(cache).view(-1, page_len), 0, page_rows, out=as_bytes(pages))
+        return pages
 
 
 def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
