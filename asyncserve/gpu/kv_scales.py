@@ -103,6 +103,22 @@ def as_cached(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = 
     return x.clamp(-largest, largest).to(dtype)
 
 
+def widened(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a cache holds in another dtype, as `x.to(dtype)` does; on a CPU several times as fast.
+
+    torch converts float8_e4m3fn one by one there, at 3 ns a value. Its digits stand in float16 as they do
+    in the three bits of its own, with an exponent that is 8 less; 15 and all digits, which is NaN, is not.
+    """
+    if x.dtype != torch.float8_e4m3fn or x.device.type != "cpu":
+        return x.to(dtype)
+    bits = x.view(torch.int8).to(torch.int16)
+    digits = bits & 0x7F
+    half = (digits << 7).bitwise_or_(bits.bitwise_and_(-0x8000))
+    is_nan = digits.add_(1).bitwise_and_(0x80)
+    half.bitwise_or_(is_nan.mul_(0x7C00 // 0x80))
+    return half.view(torch.float16).to(dtype).mul_(2.0**8)
+
+
 def times_scale(heads: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Multiply query heads, or what attention gives for them, by the scales of their KV heads.
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from asyncserve.errors import CheckpointError
-from asyncserve.gpu.kv_scales import KVScales, StatedScales
+from asyncserve.gpu.kv_scales import KVScales, StatedScales, widened
 
 ATTENTION = "layers.3.self_attn"
 
@@ -76,3 +76,17 @@ def test_scales_of_another_number_of_heads_and_of_no_layer_are_refused() -> None
     stated.take(f"{ATTENTION}.k_scale", torch.tensor(1.0))
     with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn', which the model lacks"):
         stated.of_layers({"layers.2.self_attn": 2})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("held", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_every_value_is_widened_as_torch_does(held: torch.dtype, dtype: torch.dtype) -> None:
+    every = torch.arange(2 ** (8 * held.itemsize)).to(torch.uint16).view(torch.uint8)
+    if held.itemsize == 1:
+        every = torch.arange(256).to(torch.uint8)
+    found, expected = widened(every.view(held), dtype), every.view(held).to(dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found.isnan(), expected.isnan())
+    has_sign = ~expected.isnan()
+    assert torch.equal(found[has_sign], expected[has_sign])
+    assert torch.equal(found.signbit()[has_sign], expected.signbit()[has_sign])

@@ -24,7 +24,7 @@ from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.gpu.kv_scales import as_bytes
+from asyncserve.gpu.kv_scales import as_bytes, widened
 from asyncserve.kv_spec import FullAttention, KVSpec
 
 _TILE_LEN = 128
@@ -142,7 +142,8 @@ class CPUAttention:
                 shape = (layer.num_kv_heads, -1, head_dim)
                 row_k = self._gather("k", keys, row.page_rows).view(shape)
                 row_v = self._gather("v", values, row.page_rows).view(shape)
-            _prefill(layer, q[tokens], row_k.to(q.dtype), row_v.to(q.dtype), row, out[tokens])
+            row_k, row_v = widened(row_k, q.dtype), widened(row_v, q.dtype)
+            _prefill(layer, q[tokens], row_k, row_v, row, out[tokens])
         return out
 
     def _decode(
@@ -156,8 +157,8 @@ class CPUAttention:
         """Attend for rows of one token: q `[num, num_heads, head_dim]` → `[num, num_heads * head_dim]`."""
         num_rows, group_len = q.shape[0], layer.num_heads // layer.num_kv_heads
         shape = (num_rows * layer.num_kv_heads, group.padded_len, layer.head_dim)
-        k = self._gather("k", keys, group.page_rows).view(shape).to(q.dtype)
-        v = self._gather("v", values, group.page_rows).view(shape).to(q.dtype)
+        k = widened(self._gather("k", keys, group.page_rows).view(shape), q.dtype)
+        v = widened(self._gather("v", values, group.page_rows).view(shape), q.dtype)
         q = q.reshape(num_rows * layer.num_kv_heads, group_len, layer.head_dim)
         if num_rows == 1:
             first = 0 if layer.window_len is None else max(0, group.longest - layer.window_len)
