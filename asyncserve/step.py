@@ -10,9 +10,12 @@ thread, several processes or a fake. Rules that every plan keeps (checked by `te
   admitted with the same known tokens, and samples its own first token from that one's logits;
 * block ids are in `1 … num_blocks - 1` (block 0 is the null block) and a slot's table, as built up by
   appends, covers `start + num_tokens` positions of every sequence scheduled;
+* the table of a group of window layers may begin with null blocks, all in its first append, where every
+  position to be computed has the blocks of its window; other tables hold none;
 * a sequence's steps are contiguous: `start` equals the previous `start + num_tokens`.
 
-Block ids are of one pool, whatever group a block serves.
+Block ids are of one pool, whatever group a block serves; in the tables of a slot none stands twice, but for
+those that a window has passed: they may be others' by then. The device is not told, and reads nothing there.
 
 Within one plan the device applies, in this order: releases, admissions, block appends, block stores, block
 loads, the step itself, block copies.
@@ -102,7 +105,10 @@ _num_tokens = itemgetter(ScheduledSequence._fields.index("num_tokens"))
 
 
 class BlockAppend(NamedTuple):
-    """Blocks added to the end of a slot's block table in one KV group."""
+    """Blocks added to the end of a slot's block table in one KV group.
+
+    A sequence that begins with a prefix hit brings the null block for what its windows have passed.
+    """
 
     group_id: int
     slot: int
@@ -224,7 +230,7 @@ class ExecutorInfo:
 
     Args:
         num_slots: Rows, hence most sequences running at once.
-        kv_groups: With their pool sizes.
+        kv_groups: With the size of their common pool.
         max_model_len: Most tokens (prompt and output) of one sequence.
         vocab_size: Rows of the output matrix; every token id is below it.
         max_num_batched_tokens: Token budget of one step.

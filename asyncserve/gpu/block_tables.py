@@ -14,7 +14,8 @@ from asyncserve.gpu.staging import Int32Array, Int64Array
 from asyncserve.step import BlockAppend, ScheduledSequence
 
 NULL_BLOCK = 0
-"""Fills the unused end of a table; holds zeros and belongs to nobody."""
+"""Fills the unused end of a table, and its beginning where a window had passed it before the sequence came;
+holds zeros and belongs to nobody."""
 
 
 class BlockTable:
@@ -25,7 +26,7 @@ class BlockTable:
         num_slots: Rows.
         max_model_len: Most tokens of a sequence.
         block_len: Positions per block.
-        num_blocks: Blocks in the group's pool, the null block included.
+        num_blocks: Blocks in the pool, the null block included.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class BlockTable:
         self._first_unclean: dict[int, int] = {}
 
     def append(self, append: BlockAppend) -> None:
-        """Add blocks to the end of a slot's table.
+        """Add blocks to the end of a slot's table; those that begin it may be the null block.
 
         Raises:
             InvariantError: A block id is outside the pool or the table overflows.
@@ -55,7 +56,10 @@ class BlockTable:
         end = begin + len(block_ids)
         if end > self.max_blocks:
             raise InvariantError(f"slot {slot} gets {end} blocks; a table holds {self.max_blocks}")
-        if min(block_ids) <= NULL_BLOCK or max(block_ids) >= self.num_blocks:
+        num_null = 0
+        if not begin:
+            num_null = next((idx for idx, each in enumerate(block_ids) if each != NULL_BLOCK), end)
+        if min(block_ids[num_null:], default=1) <= NULL_BLOCK or max(block_ids) >= self.num_blocks:
             raise InvariantError(
                 f"slot {slot} gets blocks {block_ids}; the pool has 1 … {self.num_blocks - 1}"
             )

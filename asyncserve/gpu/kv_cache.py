@@ -1,8 +1,9 @@
-"""The paged KV cache: the tensors of every KV group.
+"""The paged KV cache: the tensors that all KV groups share.
 
 Takes sized KV groups, gives each layer its K and its V as `[num_blocks, num_kv_heads, block_len, head_dim]`
-(one head's page is contiguous). Which block serves which sequence is decided by `loop/kv_pool.py`; this file
-never reads a block table.
+(one head's page is contiguous). There are as many storages as the largest group has layers; the first layers
+of all groups see the same one, each in the shape of its group, so a block can serve any group. Which one it
+serves, and whom, is decided by `loop/kv_pool.py`; this file never reads a block table.
 
 Invariant, for backends that read what is unwritten: every element is finite unless a model computed it
 otherwise, because a masked position is still multiplied (by zero) and 0 * NaN would spread. Memory starts as
@@ -15,8 +16,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from asyncserve.errors import InvariantError
 from asyncserve.gpu.kv_scales import KVScales, as_bytes, as_cached
-from asyncserve.kv_spec import KVGroup, KVSpec
+from asyncserve.kv_spec import FullAttention, KVGroup, KVSpec, RecurrentState
 
 _ALIGNMENT_BYTES = 64
 
@@ -25,14 +27,15 @@ class KVCache:
     """K and V of all layers, indexed by layer id.
 
     Args:
-        groups: Sized (`num_blocks` above 1); together they name every layer exactly once.
+        groups: Sized (`num_blocks` above 1, the same in all); together they name every layer exactly once.
+            Blocks take the same bytes in a layer of each group.
         device: Where the tensors live.
         scales: By layer id, what an 8-bit cache's values are multiplied by; a layer left out has none.
 
     Attributes:
         groups: As given.
         keys: per layer `[num_blocks, num_kv_heads, block_len, head_dim]`, dtype of the group's spec,
-            contiguous.
+            contiguous. Of a layer that keeps a state: `[num_blocks, bytes] uint8`, one half of its pages.
         values: As `keys`.
         group_of_layer: per layer, the id of its group.
         scales: per layer, on the device; None for 1.
@@ -46,25 +49,19 @@ class KVCache:
         scales: Mapping[int, KVScales] | None = None,
     ) -> None:
         self.groups = tuple(groups)
+        sizes = {(group.num_blocks, group.spec.bytes_per_block) for group in groups}
+        if len(sizes) != 1:
+            raise InvariantError(f"KV groups of (blocks, bytes per block) {sorted(sizes)} share no storages")
+        num_blocks = self.groups[0].num_blocks
+        num_storages = max(len(group.layer_ids) for group in groups)
+        shape = (num_storages, 2, num_blocks, *_page_shape(self.groups[0].spec))
+        self._storages = _zeros(shape, dtype=_dtype(self.groups[0].spec), device=device)
         layers: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        self._storages: list[torch.Tensor] = []
         for group in groups:
-            spec = group.spec
-            storage = _zeros(
-                (
-                    len(group.layer_ids),
-                    2,
-                    group.num_blocks,
-                    spec.num_kv_heads,
-                    spec.block_len,
-                    spec.head_dim,
-                ),
-                dtype=getattr(torch, spec.dtype),
-                device=device,
-            )
-            self._storages.append(storage)
+            pages = self._storages.view(num_storages, 2, num_blocks, -1).view(_dtype(group.spec))
+            pages = pages.view(num_storages, 2, num_blocks, *_page_shape(group.spec))
             for idx, layer_id in enumerate(group.layer_ids):
-                layers[layer_id] = (storage[idx, 0], storage[idx, 1], group.group_id)
+                layers[layer_id] = (pages[idx, 0], pages[idx, 1], group.group_id)
         self.keys = [layers[layer_id][0] for layer_id in range(len(layers))]
         self.values = [layers[layer_id][1] for layer_id in range(len(layers))]
         self.group_of_layer = [layers[layer_id][2] for layer_id in range(len(layers))]
@@ -103,17 +100,30 @@ class KVCache:
             as_cached(v, self.values[layer_id].dtype, v_scale),
         )
 
-    def zero_blocks(self, group_id: int, block_ids: torch.Tensor) -> None:
-        """Zero whole blocks in every layer of a group.
+    def zero_blocks(self, block_ids: torch.Tensor) -> None:
+        """Zero whole blocks, in every storage.
 
         Args:
-            group_id: The group.
             block_ids: `[num] int64`, on the cache's device.
         """
-        as_bytes(self._storages[group_id]).index_fill_(2, block_ids, 0)
+        as_bytes(self._storages).index_fill_(2, block_ids, 0)
 
 
-def token_rows(slot_mapping: torch.Tensor, spec: KVSpec) -> torch.Tensor:
+def _page_shape(spec: KVSpec) -> tuple[int, ...]:
+    """Return the shape of K, which is that of V, in one block of a layer."""
+    if isinstance(spec, RecurrentState):
+        return (spec.bytes_per_block // 2,)
+    return (spec.num_kv_heads, spec.block_len, spec.head_dim)
+
+
+def _dtype(spec: KVSpec) -> torch.dtype:
+    if isinstance(spec, RecurrentState):
+        return torch.uint8
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def token_rows(slot_mapping: torch.Tensor, spec: FullAttention) -> torch.Tensor:
     """Return where tokens stand in a layer's K (or V) seen as rows of one head: `[…, head_dim]`.
 
     Args:

@@ -314,7 +314,7 @@ class ModelRunner:
             unclean = table.take_unclean(plan.sequences)
             if unclean:
                 (block_ids,) = self._staging.upload([np.array(unclean, dtype=np.int64)])
-                self._kv_cache.zero_blocks(table.group_id, block_ids)
+                self._kv_cache.zero_blocks(block_ids)
         return was_running
 
     def _score_prompts(

@@ -7,6 +7,7 @@ Knows no request and no asyncio.
 
 import contextlib
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,18 @@ from asyncserve.gpu.runner import ModelRunner
 from asyncserve.gpu.sampling.sampler import Sampler
 from asyncserve.gpu.staging import RESULT_ROWS
 from asyncserve.gpu.weights import initialize_dummy, read_weights
-from asyncserve.kv_spec import DTYPE_BYTES, FP8_DTYPES, KVGroup, KVSpec
+from asyncserve.kv_spec import (
+    DTYPE_BYTES,
+    FP8_DTYPES,
+    FullAttention,
+    KVGroup,
+    KVSpec,
+    RecurrentState,
+    SlidingWindow,
+    longest_held,
+    most_blocks_held,
+    pool_bytes_per_block,
+)
 from asyncserve.request import SamplingParams
 from asyncserve.step import BlockAppend, ExecutorInfo, ScheduledSequence, SlotAssignment, StepPlan
 
@@ -45,8 +57,10 @@ _DEFAULT_CONTEXT_LEN = 2048
 _NODES_BYTES = 2 * _MIB
 """What the driver keeps of a captured step beside its tensors."""
 
-_DUMMY_BLOCK = 1
-"""Where the sequences of profile and warm-up keep everything; block 0 is the null block."""
+_TYPICAL_LEN = 8192
+"""Tokens of a sequence for which layers are put into groups, if the most is not known."""
+_MOST_GROUPS = 8
+"""KV groups that a model's layers are cut into: the host sees to the block tables of each at every step."""
 
 
 def start_runner(
@@ -148,7 +162,8 @@ def start_runner(
     model, weights_bytes, scales = _load_model(
         checkpoint, opened, dtype=dtype, load_format=load_format, seed=seed
     )
-    groups = group_layers(model.kv_specs(block_len=block_len, dtype=kv_dtype))
+    specs = model.kv_specs(block_len=block_len, dtype=kv_dtype)
+    groups = group_layers(specs, max_model_len=wanted_len)
     attention = load_attention(attention_backend, groups, opened.torch_device)
     if scales and DTYPE_BYTES[kv_dtype] > 1:
         logger.info("the checkpoint has scales for an 8-bit KV cache, which --kv-cache-dtype fp8 uses")
@@ -184,6 +199,7 @@ def start_runner(
         groups,
         opened,
         wanted_len=max_model_len,
+        chunk_len=token_budget,
         utilization=gpu_memory_utilization,
         weights_bytes=weights_bytes,
         activation_bytes=activation_bytes,
@@ -191,7 +207,9 @@ def start_runner(
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         num_blocks_override=num_gpu_blocks_override,
     )
-    model_len = fit_model_len(wanted_len, num_blocks, groups, is_fixed=max_model_len is not None)
+    model_len = fit_model_len(
+        wanted_len, num_blocks, groups, chunk_len=token_budget, is_fixed=max_model_len is not None
+    )
     sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
     runner = make_runner(sized, model_len)
     _warm_up(runner, block_len=block_len, model_len=model_len, mixes=is_gpu and num_slots > 1)
@@ -212,19 +230,19 @@ def start_runner(
     memory = opened.memory()
     logger.info(
         "ready on %s in %.1f s: weights %.0f MiB (%s), activations and rows %s%s, KV cache "
-        "%.0f MiB (%s) of %s%s = %d blocks of %d tokens, for sequences of up to %d; %.0f of %.0f MiB free",
+        "%.0f MiB (%s) of %s%s = %d blocks of %s, for sequences of up to %d; %.0f of %.0f MiB free",
         opened.name,
         time.perf_counter() - began_s,
         weights_bytes / _MIB,
         dtype,
         f"{activation_bytes / _MIB:.0f} MiB" if activation_bytes else "not measured",
         graphs,
-        num_blocks * _bytes_per_block(groups) / _MIB,
+        num_blocks * pool_bytes_per_block(groups) / _MIB,
         reason,
         kv_dtype,
         f" with scales of {len(scales)} layers" if scales else "",
         num_blocks - 1,
-        block_len,
+        _describe_groups(groups),
         model_len,
         memory.free_bytes / _MIB,
         memory.total_bytes / _MIB,
@@ -281,6 +299,9 @@ def context_len(config: Mapping[str, Any]) -> int:
         raise CheckpointError(
             f"max_position_embeddings is {max_len!r}; a context holds a token of prompt and one of output"
         )
+    if str(config.get("model_type", "")).startswith("gemma3"):
+        # It states the stretched length, whatever the scaling.
+        return int(max_len)
     rope = read_rope_parameters(config)
     if rope["rope_type"] == "linear":
         return int(max_len * float(rope["factor"]))
@@ -290,24 +311,100 @@ def context_len(config: Mapping[str, Any]) -> int:
     return int(max_len)
 
 
-def group_layers(specs: Iterable[KVSpec]) -> tuple[KVGroup, ...]:
-    """Put layers that keep the same into one KV group; groups are in order of their first layer."""
+def group_layers(specs: Iterable[KVSpec], *, max_model_len: int = _TYPICAL_LEN) -> tuple[KVGroup, ...]:
+    """Put layers that keep the same into KV groups that can share one pool of blocks.
+
+    A block has the same bytes in a layer of any group: where layers have unequal bytes per token, blocks are
+    made longer until they have. And it is a page in as many layers as the largest group has, so a group with
+    fewer leaves memory unused in each of its blocks (padding). Hence layers of one kind are cut into groups
+    of equally many layers, the last of a kind holding what is left: the number for which a sequence of
+    `max_model_len` tokens takes the least memory, the larger one if two are equal, and one that makes at most
+    eight groups, if there are not more kinds.
+
+    Args:
+        specs: What each layer keeps, by layer index.
+        max_model_len: Most tokens of a sequence; a window that long is none.
+
+    Returns:
+        The groups, unsized, in order of their first layer.
+    """
     layers: dict[KVSpec, list[int]] = {}
     for layer_id, spec in enumerate(specs):
-        layers.setdefault(spec, []).append(layer_id)
-    return tuple(
-        KVGroup(group_id=group_id, spec=spec, layer_ids=tuple(layer_ids))
-        for group_id, (spec, layer_ids) in enumerate(layers.items())
+        layers.setdefault(_without_idle_window(spec, max_model_len), []).append(layer_id)
+    kinds = list(zip(_with_equal_pages(list(layers)), layers.values(), strict=True))
+
+    def group_count(group_len: int) -> int:
+        return sum(-(-len(layer_ids) // group_len) for _, layer_ids in kinds)
+
+    def pages_of_sequence(group_len: int) -> int:
+        return group_len * sum(
+            -(-len(layer_ids) // group_len) * spec.most_held(max_model_len, 1) for spec, layer_ids in kinds
+        )
+
+    most = max(len(layer_ids) for _, layer_ids in kinds)
+    candidates = [size for size in range(1, most + 1) if group_count(size) <= _MOST_GROUPS] or [most]
+    group_len = min(candidates, key=lambda size: (pages_of_sequence(size), -size))
+    cut = [
+        (spec, tuple(layer_ids[begin : begin + group_len]))
+        for spec, layer_ids in kinds
+        for begin in range(0, len(layer_ids), group_len)
+    ]
+    cut.sort(key=lambda part: part[1][0])
+    groups = tuple(
+        KVGroup(group_id=group_id, spec=spec, layer_ids=layer_ids)
+        for group_id, (spec, layer_ids) in enumerate(cut)
+    )
+    if len(groups) > 1:
+        num_layers = sum(len(group.layer_ids) for group in groups)
+        logger.info(
+            "KV groups: %s; a block is %d pages of %d bytes, %d of %d layers of groups are padding",
+            _describe_groups(groups),
+            group_len,
+            groups[0].spec.bytes_per_block,
+            len(groups) * group_len - num_layers,
+            len(groups) * group_len,
+        )
+    return groups
+
+
+def _without_idle_window(spec: KVSpec, max_model_len: int) -> KVSpec:
+    if not isinstance(spec, SlidingWindow) or spec.window_len < max_model_len:
+        return spec
+    return FullAttention(
+        block_len=spec.block_len, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtype
     )
 
 
-def _bytes_per_block(groups: Iterable[KVGroup]) -> int:
-    # Every group has as many blocks as the others, so a block costs the sum.
-    return sum(group.bytes_per_block for group in groups)
+def _with_equal_pages(specs: Sequence[KVSpec]) -> list[KVSpec]:
+    """Return the specs with blocks of equal bytes: as long as need be, a state in as many as need be."""
+    attention_bytes = [spec.bytes_per_block for spec in specs if isinstance(spec, FullAttention)]
+    state_bytes = [spec.state_bytes for spec in specs if isinstance(spec, RecurrentState)]
+    # Two halves, of K and of V.
+    page_bytes = math.lcm(*attention_bytes) if attention_bytes else -(-max(state_bytes) // 2) * 2
+    return [
+        replace(spec, page_bytes=page_bytes)
+        if isinstance(spec, RecurrentState)
+        else replace(spec, block_len=spec.block_len * (page_bytes // spec.bytes_per_block))
+        for spec in specs
+    ]
 
 
-def _blocks_for(num_tokens: int, block_len: int) -> int:
-    return -(-num_tokens // block_len)
+def _describe_groups(groups: Sequence[KVGroup]) -> str:
+    """Return what the blocks hold, for people."""
+    if len(groups) == 1 and not isinstance(groups[0].spec, RecurrentState):
+        return f"{groups[0].spec.block_len} tokens"
+    parts = []
+    for group in groups:
+        layers = f"{len(group.layer_ids)} layer{'s' if len(group.layer_ids) > 1 else ''}"
+        if isinstance(group.spec, RecurrentState):
+            parts.append(f"a state in {layers}")
+        elif isinstance(group.spec, SlidingWindow):
+            parts.append(
+                f"{group.spec.block_len} tokens in {layers} with a window of {group.spec.window_len}"
+            )
+        else:
+            parts.append(f"{group.spec.block_len} tokens in {layers}")
+    return " or ".join(parts)
 
 
 def size_pool(
@@ -315,6 +412,7 @@ def size_pool(
     device: Device,
     *,
     wanted_len: int | None,
+    chunk_len: int,
     utilization: float,
     weights_bytes: int,
     activation_bytes: int,
@@ -328,6 +426,7 @@ def size_pool(
         groups: Unsized.
         device: Whose memory counts.
         wanted_len: `max_model_len` if the user gave it: one such sequence must fit.
+        chunk_len: Most tokens of it that a step computes.
         utilization: Share of a GPU's memory the server may use.
         weights_bytes: Of the model.
         activation_bytes: What a full step needs besides weights and cache.
@@ -342,19 +441,19 @@ def size_pool(
         ConfigError: An asked size is too small for a single block.
         OutOfDeviceMemory: No room; says what to lower.
     """
-    per_block = _bytes_per_block(groups)
+    per_block = pool_bytes_per_block(groups)
     block_len = groups[0].spec.block_len
     if num_blocks_override is not None:
         if num_blocks_override < 2:
             raise ConfigError(f"num_gpu_blocks_override is {num_blocks_override}; it must be at least 2")
         return num_blocks_override, "as asked"
-    needed_bytes = per_block * (_blocks_for(wanted_len or block_len, block_len) + 1)
+    needed_bytes = per_block * (most_blocks_held(groups, wanted_len or 1, chunk_len) + 1)
     memory = device.memory()
     if kv_cache_memory_bytes is not None:
         if kv_cache_memory_bytes < 2 * per_block:
             raise ConfigError(
-                f"kv_cache_memory_bytes is {kv_cache_memory_bytes}; one block of {block_len} tokens takes "
-                f"{per_block} and two are needed"
+                f"kv_cache_memory_bytes is {kv_cache_memory_bytes}; one block ({_describe_groups(groups)}) "
+                f"takes {per_block} and two are needed"
             )
         if kv_cache_memory_bytes > memory.free_bytes:
             raise OutOfDeviceMemory(
@@ -392,22 +491,30 @@ def size_pool(
     return room // per_block, reason
 
 
-def fit_model_len(wanted_len: int, num_blocks: int, groups: tuple[KVGroup, ...], *, is_fixed: bool) -> int:
+def fit_model_len(
+    wanted_len: int, num_blocks: int, groups: tuple[KVGroup, ...], *, chunk_len: int, is_fixed: bool
+) -> int:
     """Return the longest sequence the pool holds, at most `wanted_len`.
+
+    Args:
+        wanted_len: Of a sequence.
+        num_blocks: Of the pool, the null block included.
+        groups: That share it.
+        chunk_len: Most tokens of a sequence that a step computes.
+        is_fixed: Whether the user asked for that length.
 
     Raises:
         OutOfDeviceMemory: The user fixed a length that does not fit.
     """
-    block_len = groups[0].spec.block_len
-    held_len = (num_blocks - 1) * block_len
+    held_len = longest_held(groups, num_blocks - 1, chunk_len)
     if held_len >= wanted_len:
         return wanted_len
-    if is_fixed:
-        per_block = _bytes_per_block(groups)
+    if is_fixed or not held_len:
+        per_block = pool_bytes_per_block(groups)
         raise OutOfDeviceMemory(
             f"max_model_len is {wanted_len}, but the KV cache holds {held_len} tokens; lower --max-model-len "
             "or enlarge the cache",
-            needed_bytes=(_blocks_for(wanted_len, block_len) + 1) * per_block,
+            needed_bytes=(most_blocks_held(groups, wanted_len, chunk_len) + 1) * per_block,
             free_bytes=num_blocks * per_block,
         )
     logger.info("max_model_len is cut from %d to %d, what the KV cache holds", wanted_len, held_len)
@@ -459,15 +566,15 @@ def profile(
     Returns:
         Bytes of activations and persistent rows, and of the CUDA graphs.
     """
-    block_len = groups[0].spec.block_len
     before_bytes = device.allocated_bytes()
-    sized = tuple(replace(group, num_blocks=_DUMMY_BLOCK + 1) for group in groups)
+    num_blocks = 1 + len(groups)
+    sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
     runner = make_runner(sized, model_len)
     device.reset_peak()
     longest = max(1, model_len - 1)
     chunk = min(longest, token_budget)
     few = min(num_slots, max(1, token_budget // longest))
-    bytes_per_sequence = _bytes_per_block(groups) * _blocks_for(longest, block_len)
+    bytes_per_sequence = pool_bytes_per_block(groups) * most_blocks_held(groups, longest, 1)
     num_long = min(num_slots, max(1, device.memory().free_bytes // bytes_per_sequence))
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
     for rows in (
@@ -479,9 +586,9 @@ def profile(
         # Decode steps over all the memory there could be for a cache, beside short ones.
         [(longest - 1, 1)] * num_long + [(0, 1)] * (num_slots - num_long),
     ):
-        run_dummy_rows(runner, rows, block_len=block_len, sampling=sampling)
+        run_dummy_rows(runner, rows, sampling=sampling)
     device.synchronize()
-    cache_bytes = (_DUMMY_BLOCK + 1) * _bytes_per_block(groups)
+    cache_bytes = num_blocks * pool_bytes_per_block(groups)
     activation_bytes = device.peak_bytes() - before_bytes - cache_bytes
     graph_bytes = 0
     if runner.graphs_pending:
@@ -509,20 +616,18 @@ def _warm_up(runner: ModelRunner, *, block_len: int, model_len: int, mixes: bool
     prompt_len = max(1, min(2 * block_len, model_len - 1))
     prefill, decode = (0, prompt_len), (prompt_len - 1, 1)
     for rows in ([prefill], [decode], *([[decode, prefill]] if mixes else [])):
-        run_dummy_rows(runner, rows, block_len=block_len, sampling=SamplingParams(temperature=0.0))
+        run_dummy_rows(runner, rows, sampling=SamplingParams(temperature=0.0))
 
 
-def run_dummy_rows(
-    runner: ModelRunner, rows: list[tuple[int, int]], *, block_len: int, sampling: SamplingParams
-) -> None:
+def run_dummy_rows(runner: ModelRunner, rows: list[tuple[int, int]], *, sampling: SamplingParams) -> None:
     """Run one step and forget its sequences.
 
-    The K and V of them all lie in one block again and again, so however long they are, they need no cache.
+    The K and V of them all lie in one block of each group again and again, so however long they are, they
+    need no cache.
 
     Args:
         runner: Without sequences.
         rows: (start, num_tokens) of each; single tokens first.
-        block_len: Of the cache.
         sampling: Of every row.
     """
     for slot, (start, num_tokens) in enumerate(rows):
@@ -533,8 +638,11 @@ def run_dummy_rows(
             sampling=sampling,
             seed=0,
         )
-        block_ids = (_DUMMY_BLOCK,) * _blocks_for(start + num_tokens, block_len)
-        appends = tuple(BlockAppend(group.group_id, slot, block_ids) for group in runner.kv_groups)
+        # Block 0 is the null block.
+        appends = tuple(
+            BlockAppend(group_id, slot, (1 + group_id,) * group.spec.blocks_for(start + num_tokens))
+            for group_id, group in enumerate(runner.kv_groups)
+        )
         # A plan each: a server, too, admits what one step can begin, and not all its slots at full length.
         plan = StepPlan(step_id=0, sequences=(), admitted=(assignment,), block_appends=appends)
         runner.run(plan).wait()

@@ -16,6 +16,7 @@ import asyncserve
 from asyncserve.errors import EngineStopped, NotReady, UnknownModel
 from asyncserve.http.failures import speaks_anthropic
 from asyncserve.http.serving import SERVING, Serving
+from asyncserve.kv_spec import RecurrentState, pool_bytes_per_block
 from asyncserve.metrics.exposition import CONTENT_TYPE
 
 
@@ -100,10 +101,10 @@ async def server_info(request: web.Request) -> web.Response:
     groups = [
         {
             "num_layers": len(group.layer_ids),
-            "dtype": group.spec.dtype,
+            "dtype": "uint8" if isinstance(group.spec, RecurrentState) else group.spec.dtype,
             "block_size": group.spec.block_len,
             "num_blocks": group.num_blocks,
-            "num_bytes": group.num_blocks * group.bytes_per_block,
+            "num_bytes": group.num_blocks * pool_bytes_per_block(info.kv_groups),
         }
         for group in info.kv_groups
     ]

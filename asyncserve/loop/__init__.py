@@ -25,8 +25,8 @@ Files in the order a request meets them:
 * sequence_limits: how long a sequence may be
 * step_limit: the most tokens of a step, fewer for a while after one lacked memory
 * restart_budget: how often a lost device may be opened anew
-* kv_groups: blocks of all KV groups together: match a cached prefix, extend, release
-* kv_pool: the blocks of one group: reference counts, free list in eviction order, prefix index
+* kv_groups: blocks of all KV groups together: match a cached prefix, extend, let windows pass, release
+* kv_pool: the blocks that all groups share: reference counts, free list in eviction order, prefix index
 * prefix_hash: chained hash of a block's tokens
 * detokenizer: token ids to text, incrementally
 * stop_strings: where a stop string begins in text that still grows

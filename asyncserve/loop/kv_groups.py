@@ -1,98 +1,208 @@
 """Blocks for sequences, in all KV groups at once.
 
-`KVAllocator` answers the scheduler: how much of a sequence is cached, take its blocks, extend, release. It
-asks one manager per group; a manager knows what its kind of layer needs of the past and owns the group's
-pool. What is given to one group is given to all or to none. Changes a sequence's block table and digests,
-nothing else of it.
+`KVAllocator` answers the scheduler: how much of a sequence is cached, take its blocks, extend, let go of what
+a window has passed, release. It asks one manager per group; a manager knows what its kind of layer needs of
+the past. All take from one pool: what is given to one group is given to all or to none. Changes a sequence's
+block table and digests, nothing else of it.
+
+A table of window layers begins with null blocks where the window has passed. Its sequence holds at most the
+blocks of a window and a chunk: those that are passed when a chunk is planned are given back, and as many are
+put at the table's end, in one go, so that a prompt once admitted never lacks blocks. Blocks are given back
+when a step is planned, though steps in flight still read them: the device runs steps in order, so whoever
+gets them writes them later. They stay findable as any other free block.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
-from asyncserve.errors import ConfigError
-from asyncserve.kv_spec import KVGroup
+from asyncserve.errors import ConfigError, InvariantError
+from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow, longest_held
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
 
+NULL_BLOCK = 0
+"""Stands in a table where a sequence holds nothing."""
+
 
 class FullAttentionManager:
-    """Blocks of one group of full-attention layers: every position is kept to the end."""
+    """Blocks of one group of full-attention layers: every position is kept to the end.
 
-    __slots__ = ("block_len", "group_id", "pool")
+    Args:
+        group_id: The group.
+        spec: What its layers keep.
+        pool: All blocks.
+        digest_len: Positions of one digest; a block has one or several.
+        align_len: Matches are a multiple of it, which is one of the block's length.
+    """
 
-    def __init__(self, group: KVGroup) -> None:
-        self.group_id = group.group_id
-        self.block_len = group.spec.block_len
-        self.pool = KVBlockPool(group.num_blocks)
+    __slots__ = ("align_len", "block_len", "digests_per_block", "group_id", "pool", "spec")
 
-    @property
-    def capacity_len(self) -> int:
-        """Positions the whole pool holds."""
-        return self.pool.num_usable * self.block_len
+    spec: FullAttention | RecurrentState
 
-    def match(self, digests: Sequence[bytes], max_blocks: int) -> list[int]:
-        """Return the cached blocks of the longest known prefix, at most `max_blocks`."""
-        find = self.pool.find
+    def __init__(
+        self,
+        group_id: int,
+        spec: FullAttention | RecurrentState,
+        pool: KVBlockPool,
+        *,
+        digest_len: int,
+        align_len: int,
+    ) -> None:
+        self.group_id = group_id
+        self.spec = spec
+        self.block_len = spec.block_len
+        self.digests_per_block = spec.block_len // digest_len
+        self.pool = pool
+        self.align_len = align_len
+
+    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
+        """Return the table of the longest cached prefix of at most `max_len` positions."""
+        find, group_id, step = self.pool.find, self.group_id, self.digests_per_block
         block_ids: list[int] = []
-        for digest in digests[:max_blocks]:
-            block_id = find(digest)
+        for digest in digests[step - 1 : max_len // self.block_len * step : step]:
+            block_id = find(digest, group_id)
             if block_id is None:
                 break
             block_ids.append(block_id)
-        return block_ids
+        aligned_len = len(block_ids) * self.block_len // self.align_len * self.align_len
+        return block_ids[: aligned_len // self.block_len]
 
-    def num_missing(self, num_held: int, num_tokens: int) -> int:
-        """Return how many blocks a table of `num_held` lacks to cover `num_tokens` positions."""
-        return -(-num_tokens // self.block_len) - num_held
+    def table_len(self, start: int, num_tokens: int, chunk_len: int) -> int:
+        """Return how long a table is when a sequence begins to compute at `start`.
+
+        Args:
+            start: Position.
+            num_tokens: Known ones, for which blocks are taken now, as far as they are needed at once.
+            chunk_len: Most positions that a step computes.
+        """
+        return self.spec.blocks_for(num_tokens)
+
+
+class SlidingWindowManager(FullAttentionManager):
+    """Blocks of one group of window layers: those that the window has passed are given back."""
+
+    __slots__ = ()
+
+    spec: SlidingWindow
+
+    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
+        """Return the table of the longest prefix of which the window's blocks are cached."""
+        find, group_id, step = self.pool.find, self.group_id, self.digests_per_block
+        blocks_per_align = self.align_len // self.block_len
+        num_blocks = max_len // self.align_len * blocks_per_align
+        while num_blocks:
+            first = self.spec.num_unseen(num_blocks * self.block_len)
+            found: list[int] = []
+            for block_idx in range(num_blocks - 1, first - 1, -1):
+                block_id = find(digests[(block_idx + 1) * step - 1], group_id)
+                if block_id is None:
+                    # Only prefixes that end before this block do without it.
+                    num_blocks = block_idx // blocks_per_align * blocks_per_align
+                    break
+                found.append(block_id)
+            else:
+                return [NULL_BLOCK] * first + found[::-1]
+        return []
+
+    def table_len(self, start: int, num_tokens: int, chunk_len: int) -> int:
+        """Return how long a table is that holds the blocks of a window and a chunk; see the base."""
+        first = self.spec.num_unseen(start)
+        most_held = self.spec.most_held(num_tokens, chunk_len)
+        return min(self.spec.blocks_for(num_tokens), first + most_held)
+
+
+class RecurrentStateManager(FullAttentionManager):
+    """Blocks of one group of recurrent layers: one run per sequence, of no use to another one."""
+
+    __slots__ = ()
+
+    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
+        """Return nothing: a state of the end of a prefix is overwritten by the next token's."""
+        return []
 
 
 class KVAllocator:
     """Gives and takes the blocks of sequences.
 
     Args:
-        groups: With their pool sizes; all of one block length.
+        groups: With the size of their common pool.
         enable_prefix_caching: Register full blocks, and find them.
+        chunk_len: Most positions that a step computes of one sequence.
+        max_unapplied: Steps that may be in flight.
+
+    Attributes:
+        block_len: Positions of a digest: every group's block length is a multiple of it.
+        enable_prefix_caching: As given; false if some layers keep a state, of which no prefix is kept.
 
     Raises:
-        ConfigError: No group, or groups of different block lengths.
+        ConfigError: No group, or groups that do not share a pool.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], *, enable_prefix_caching: bool) -> None:
-        block_lens = {group.spec.block_len for group in groups}
-        if len(block_lens) != 1:
-            raise ConfigError(f"KV groups need one common block length, got {sorted(block_lens)}")
-        (self.block_len,) = block_lens
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        *,
+        enable_prefix_caching: bool,
+        chunk_len: int,
+        max_unapplied: int = 2,
+    ) -> None:
+        sizes = {group.num_blocks for group in groups}
+        if len(sizes) != 1:
+            raise ConfigError(f"KV groups share one pool, but they speak of {sorted(sizes)} blocks")
+        (num_blocks,) = sizes
         self.num_groups = len(groups)
-        self._managers = tuple(FullAttentionManager(group) for group in groups)
-        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = KVBlockPool(num_blocks, len(groups))
+        block_lens = [
+            group.spec.block_len for group in groups if not isinstance(group.spec, RecurrentState)
+        ] or [1]
+        self.block_len = math.gcd(*block_lens)
+        self._align_len = math.lcm(*block_lens)
+        self._chunk_len = chunk_len
+        self._max_unapplied = max_unapplied
+        self._groups = tuple(groups)
+        self._managers = tuple(
+            _manager_class(group)(
+                group.group_id, group.spec, self.pool, digest_len=self.block_len, align_len=self._align_len
+            )
+            for group in groups
+        )
+        self._window_managers = tuple(
+            manager for manager in self._managers if isinstance(manager, SlidingWindowManager)
+        )
+        self._growing_managers = tuple(
+            manager for manager in self._managers if not isinstance(manager, RecurrentStateManager)
+        )
+        self.enable_prefix_caching = enable_prefix_caching and self._growing_managers == self._managers
+        self.num_window_blocks_freed = 0
 
     @property
     def capacity_len(self) -> int:
         """Positions of the longest sequence that fits when it is alone."""
-        return min(manager.capacity_len for manager in self._managers)
+        return longest_held(self._groups, self.pool.num_usable, self._chunk_len)
 
     @property
     def num_usable(self) -> int:
         """Blocks that can be held, all groups together."""
-        return sum(manager.pool.num_usable for manager in self._managers)
+        return self.pool.num_usable
 
     @property
     def num_used(self) -> int:
         """Blocks held by a sequence."""
-        return sum(manager.pool.num_usable - manager.pool.num_free for manager in self._managers)
+        return self.pool.num_usable - self.pool.num_free
 
     @property
     def num_cached(self) -> int:
         """Free blocks whose content can still be reused."""
-        return sum(manager.pool.num_cached for manager in self._managers)
+        return self.pool.num_cached
 
     @property
     def has_free_blocks(self) -> bool:
-        """Whether every group has a free block."""
-        return all(manager.pool.num_free for manager in self._managers)
+        """Whether there is a free block."""
+        return self.pool.num_free > 0
 
     def hash_blocks(self, sequence: SequenceState, num_blocks: int) -> None:
-        """Compute the digests of the sequence's first `num_blocks` blocks, all of known tokens."""
+        """Compute the digests of the sequence's first `num_blocks` times `block_len` tokens, all known."""
         digests = sequence.block_digests
         if len(digests) >= num_blocks:
             return
@@ -103,7 +213,7 @@ class KVAllocator:
             digests.append(parent)
 
     def reusable_blocks(self, sequence: SequenceState) -> int:
-        """Return how many leading blocks the sequence could take from the cache if all were there.
+        """Return how many times `block_len` leading tokens the cache could spare if all were there.
 
         At least one token is left to compute, because the next one is sampled from its logits. Prompt
         tokens to be scored are computed, not looked up.
@@ -113,56 +223,129 @@ class KVAllocator:
         return (len(sequence.token_ids) - 1) // self.block_len
 
     def match_prefix(self, sequence: SequenceState) -> list[list[int]]:
-        """Return, per group, the cached blocks the sequence can start with: the same number in each."""
+        """Return, per group, the table of the longest prefix that is cached in all of them.
+
+        Null blocks stand in it for those that are not needed. All groups' matches are equally long, counted
+        in positions.
+        """
         max_blocks = self.reusable_blocks(sequence)
+        matches: list[list[int]] = [[] for _ in self._managers]
+        if max_blocks == 0:
+            return matches
         self.hash_blocks(sequence, max_blocks)
-        matches: list[list[int]] = []
-        for manager in self._managers:
-            matches.append(manager.match(sequence.block_digests, max_blocks))
-            max_blocks = len(matches[-1])
-        return [match[:max_blocks] for match in matches]
+        max_len = max_blocks * self.block_len
+        # A group that finds less shortens the hit for all; until none does. Full attention comes first to
+        # its end: each prefix of a match is one. That of a window may be none, so it looks again.
+        is_shorter = True
+        while is_shorter:
+            is_shorter = False
+            for manager in self._managers:
+                match = matches[manager.group_id]
+                if len(match) * manager.block_len != max_len:
+                    match = matches[manager.group_id] = manager.match(sequence.block_digests, max_len)
+                if len(match) * manager.block_len < max_len:
+                    max_len = len(match) * manager.block_len
+                    is_shorter = True
+        return matches
+
+    def matched_len(self, matches: Sequence[list[int]]) -> int:
+        """Return how many positions the matches of all groups are long."""
+        return len(matches[0]) * self._managers[0].block_len if matches[0] else 0
 
     def take(self, sequence: SequenceState, matches: Sequence[list[int]], num_spare: int) -> bool:
         """Take cached blocks, and new ones for all the sequence's other known tokens.
 
+        For window layers, only those of a window and a chunk: `advance` changes them for later ones.
+
         Args:
             matches: What `match_prefix` gave.
-            num_spare: Blocks of each group that must stay free.
+            num_spare: Blocks that must stay free.
 
         Returns:
             False if there are too few; then nothing has changed.
         """
-        num_tokens = len(sequence.token_ids)
+        pool = self.pool
+        num_tokens, start = len(sequence.token_ids), self.matched_len(matches)
+        needed = num_spare
+        table_lens = []
         for manager, match in zip(self._managers, matches, strict=True):
-            pool = manager.pool
-            num_revived = sum(map(pool.is_free, match))
-            needed = manager.num_missing(len(match), num_tokens) + num_revived
-            if needed + num_spare > pool.num_free:
-                return False
+            table_len = manager.table_len(start, num_tokens, self._chunk_len)
+            table_lens.append(table_len)
+            needed += table_len - len(match)
+            needed += sum(block_id != NULL_BLOCK and pool.is_free(block_id) for block_id in match)
+        if needed > pool.num_free:
+            return False
         table = sequence.block_table
+        # First hold what was found, so that it is not given out as new.
         for manager, match in zip(self._managers, matches, strict=True):
-            # First hold what was found, so that it is not given out as new.
-            for block_id in match:
-                manager.pool.acquire(block_id)
+            num_unseen = manager.spec.num_unseen(start)
+            for block_id in match[num_unseen:]:
+                pool.acquire(block_id)
+            table.block_ids[manager.group_id].extend(match)
+            table.num_null[manager.group_id] = num_unseen
+        for manager, table_len in zip(self._managers, table_lens, strict=True):
             block_ids = table.block_ids[manager.group_id]
-            block_ids.extend(match)
-            block_ids.extend(manager.pool.allocate(manager.num_missing(len(match), num_tokens)))
-        table.covered_len = len(table.block_ids[0]) * self.block_len
-        sequence.num_registered_blocks = len(matches[0])
-        sequence.num_computed_tokens = len(matches[0]) * self.block_len
+            block_ids.extend(pool.allocate(table_len - len(block_ids), manager.group_id))
+        self._note_covered(sequence)
+        sequence.num_registered_blocks = start // self.block_len
+        sequence.num_computed_tokens = start
         return True
 
-    def extend(self, sequence: SequenceState) -> list[int] | None:
-        """Add one block in every group and return their ids by group; None, and no change, without any."""
-        if not self.has_free_blocks:
+    def advance(self, sequence: SequenceState) -> list[list[int]] | None:
+        """Let go of what the sequence's windows have passed, before its next chunk is planned.
+
+        As many blocks are put at the ends of these tables, as far as known tokens go: they cover any chunk.
+
+        Returns:
+            The new blocks by group; None, and none are added, if there are too few: what was given back is
+            shared with another sequence.
+        """
+        if not self._window_managers:
+            return []
+        new_ids: list[list[int]] = [[] for _ in self._managers]
+        tables = sequence.block_table.block_ids
+        num_new = []
+        for manager in self._window_managers:
+            self._drop(manager, sequence)
+            table_len = manager.table_len(
+                sequence.num_computed_tokens, len(sequence.token_ids), self._chunk_len
+            )
+            num_new.append(max(0, table_len - len(tables[manager.group_id])))
+        if sum(num_new) > self.pool.num_free:
             return None
-        new_ids = []
+        for manager, num in zip(self._window_managers, num_new, strict=True):
+            new_ids[manager.group_id] = self.pool.allocate(num, manager.group_id)
+            tables[manager.group_id].extend(new_ids[manager.group_id])
+        self._note_covered(sequence)
+        return new_ids
+
+    def drop_unseen(self, sequence: SequenceState) -> None:
+        """Let go of what the sequence's windows have passed at the next position to compute.
+
+        For a sequence that is covered as far as its tokens are known.
+        """
+        for manager in self._window_managers:
+            self._drop(manager, sequence)
+
+    def extend(self, sequence: SequenceState) -> list[list[int]] | None:
+        """Cover one position more: a block in each group that does not.
+
+        Returns:
+            The new blocks by group; None, and no change, if there are too few.
+        """
         table = sequence.block_table
-        for manager in self._managers:
-            (block_id,) = manager.pool.allocate(1)
-            table.block_ids[manager.group_id].append(block_id)
-            new_ids.append(block_id)
-        table.covered_len += self.block_len
+        growing = [
+            manager
+            for manager in self._growing_managers
+            if len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
+        ]
+        if len(growing) > self.pool.num_free:
+            return None
+        new_ids: list[list[int]] = [[] for _ in self._managers]
+        for manager in growing:
+            new_ids[manager.group_id] = self.pool.allocate(1, manager.group_id)
+            table.block_ids[manager.group_id].extend(new_ids[manager.group_id])
+        self._note_covered(sequence)
         return new_ids
 
     def register(self, sequence: SequenceState) -> None:
@@ -170,49 +353,121 @@ class KVAllocator:
         if not self.enable_prefix_caching:
             return
         num_full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self.block_len
-        if num_full <= sequence.num_registered_blocks:
+        num_registered = sequence.num_registered_blocks
+        if num_full <= num_registered:
             return
         self.hash_blocks(sequence, num_full)
         for manager in self._managers:
             block_ids = sequence.block_table.block_ids[manager.group_id]
-            for block_idx in range(sequence.num_registered_blocks, num_full):
-                manager.pool.register(block_ids[block_idx], sequence.block_digests[block_idx])
+            step = manager.digests_per_block
+            for block_idx in range(num_registered // step, num_full // step):
+                block_id = block_ids[block_idx]
+                if block_id != NULL_BLOCK:
+                    self.pool.register(block_id, sequence.block_digests[(block_idx + 1) * step - 1])
         sequence.num_registered_blocks = num_full
 
-    def invalidate(self, sequence: SequenceState, start: int) -> set[tuple[int, int]]:
+    def invalidate(self, sequence: SequenceState, start: int, step_id: int) -> set[int]:
         """Make the sequence's blocks from position `start` on unfindable: what they hold is wrong.
 
+        Args:
+            sequence: Whose tokens were to be computed.
+            start: Position.
+            step_id: The step that went wrong.
+
         Returns:
-            Those blocks, as (group_id, block_id).
+            Those blocks, and those that the sequence let go of since that step was planned.
         """
-        invalid = set()
+        table = sequence.block_table
+        invalid = {block_id for dropped_after, block_id in table.dropped if dropped_after >= step_id}
         for manager in self._managers:
-            for block_id in sequence.block_table.block_ids[manager.group_id][start // self.block_len :]:
-                manager.pool.unregister(block_id)
-                invalid.add((manager.group_id, block_id))
+            block_ids = table.block_ids[manager.group_id]
+            first = start // manager.block_len
+            num_null = table.num_null[manager.group_id]
+            for block_id in block_ids[max(first, num_null) :]:
+                self.pool.unregister(block_id)
+                invalid.add(block_id)
+            # What it has let go of is found as others find it.
+            step = manager.digests_per_block
+            for digest in sequence.block_digests[(first + 1) * step - 1 : num_null * step : step]:
+                found = self.pool.find(digest, manager.group_id)
+                if found is not None:
+                    self.pool.unregister(found)
+                    invalid.add(found)
         return invalid
 
-    def holds_any(self, sequence: SequenceState, blocks: set[tuple[int, int]]) -> bool:
-        """Return whether one of `blocks`, given as (group_id, block_id), is in the sequence's tables."""
-        return any(
-            (group_id, block_id) in blocks
-            for group_id, block_ids in enumerate(sequence.block_table.block_ids)
-            for block_id in block_ids
+    def holds_any(self, sequence: SequenceState, blocks: set[int], step_id: int) -> bool:
+        """Return whether one of `blocks` is in the sequence's tables, or was since `step_id` was planned."""
+        table = sequence.block_table
+        return any(block_id in blocks for block_ids in table.block_ids for block_id in block_ids) or any(
+            block_id in blocks for dropped_after, block_id in table.dropped if dropped_after >= step_id
         )
 
     def release(self, sequence: SequenceState) -> None:
         """Give back every block; those that are full stay findable until they are given out anew."""
         if sequence.blocks_are_valid:
             self.register(sequence)
-        for manager in self._managers:
-            manager.pool.release(sequence.block_table.block_ids[manager.group_id])
+        table = sequence.block_table
+        for block_ids, num_null in zip(table.block_ids, table.num_null, strict=True):
+            self.pool.release(block_ids[num_null:] if num_null else block_ids)
 
     def check(self, sequences: Iterable[SequenceState]) -> None:
-        """Verify every pool against the tables of the sequences that hold a slot.
+        """Verify the pool against the tables of the sequences that hold a slot.
 
         Raises:
             InvariantError: An invariant does not hold.
         """
-        holders = list(sequences)
-        for manager in self._managers:
-            manager.pool.check(sequence.block_table.block_ids[manager.group_id] for sequence in holders)
+        held: list[list[int]] = []
+        for sequence in sequences:
+            table = sequence.block_table
+            for manager in self._managers:
+                block_ids = table.block_ids[manager.group_id]
+                num_null = table.num_null[manager.group_id]
+                held.append(block_ids[num_null:])
+                if any(block_id != NULL_BLOCK for block_id in block_ids[:num_null]):
+                    raise InvariantError(f"a table of group {manager.group_id} holds what it let go of")
+                # One that was set back, and will be released, has let go of what it was to see.
+                last = manager.spec.num_unseen(sequence.num_computed_tokens)
+                if num_null > last and sequence.blocks_are_valid:
+                    raise InvariantError(f"a table of group {manager.group_id} lacks what is still seen")
+                if any(self.pool.group_of(block_id) != manager.group_id for block_id in held[-1]):
+                    raise InvariantError(f"a block of group {manager.group_id} is known as another group's")
+                if len(held[-1]) > manager.spec.most_held(
+                    len(block_ids) * manager.block_len, self._chunk_len
+                ):
+                    raise InvariantError(f"a table of group {manager.group_id} holds more than it needs")
+        self.pool.check(held)
+
+    def _drop(self, manager: SlidingWindowManager, sequence: SequenceState) -> int:
+        """Let go of what a window has passed; return how many blocks that was."""
+        table = sequence.block_table
+        group_id = manager.group_id
+        block_ids = table.block_ids[group_id]
+        num_null = table.num_null[group_id]
+        end = manager.spec.num_unseen(sequence.num_computed_tokens)
+        if end <= num_null:
+            return 0
+        dropped = block_ids[num_null:end]
+        self.pool.release(dropped)
+        block_ids[num_null:end] = [NULL_BLOCK] * len(dropped)
+        table.num_null[group_id] = end
+        # Steps that are not in flight any more went well.
+        last_step_id = sequence.last_step_id
+        oldest = last_step_id - self._max_unapplied
+        if table.dropped and table.dropped[0][0] < oldest:
+            table.dropped = [each for each in table.dropped if each[0] >= oldest]
+        table.dropped += [(last_step_id, block_id) for block_id in dropped]
+        self.num_window_blocks_freed += len(dropped)
+        return len(dropped)
+
+    def _note_covered(self, sequence: SequenceState) -> None:
+        table = sequence.block_table
+        table.covered_len = min(
+            len(block_ids) * manager.block_len
+            for manager, block_ids in zip(self._managers, table.block_ids, strict=True)
+        )
+
+
+def _manager_class(group: KVGroup) -> type[FullAttentionManager]:
+    if isinstance(group.spec, RecurrentState):
+        return RecurrentStateManager
+    return SlidingWindowManager if isinstance(group.spec, SlidingWindow) else FullAttentionManager

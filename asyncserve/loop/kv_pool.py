@@ -1,13 +1,16 @@
-"""The blocks of one KV group: who holds each, which one is given out next, what each contains.
+"""The blocks of the KV cache: who holds each, which one is given out next, what each contains.
 
-Takes and gives block ids; a block is an index into the device's tensors, whose content it never sees. Does
-not know sequences, tokens or groups. Invariants (`check`):
+Takes and gives block ids; a block is an index into the device's tensors, whose content it never sees. Any
+block serves any KV group; which one it served last is noted with it. Does not know sequences or tokens.
+Invariants (`check`):
 
 * block 0, the null block, is never given out; every other block is free or held: `ref_count` 0 or more;
 * the free list holds exactly the blocks with `ref_count` 0, in eviction order, and every operation on it is
   O(1);
-* a block's digest, if it has one, leads to that block in the index, and the index holds nothing else. A block
-  keeps its digest when it becomes free, until it is given out anew: that is the prefix cache.
+* a block's digest, if it has one, leads to that block in the index of its group, and the index holds nothing
+  else: the same tokens are one block in each group. A block keeps its digest when it becomes free, until it
+  is given out anew: that is the prefix cache;
+* used and cached blocks are counted for each group.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,29 +21,31 @@ from asyncserve.errors import InvariantError
 class KVBlock:
     """One block of the pool. `previous` and `next` link the free list while `ref_count` is 0."""
 
-    __slots__ = ("block_id", "digest", "next", "previous", "ref_count")
+    __slots__ = ("block_id", "digest", "group_id", "next", "previous", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        self.group_id = 0
         self.digest: bytes | None = None
         self.previous: KVBlock = self
         self.next: KVBlock = self
 
 
 class KVBlockPool:
-    """Gives out and takes back the blocks of one group."""
+    """Gives out and takes back the blocks that all groups share."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
         """Make a pool of `num_blocks` blocks, the null block included."""
         if num_blocks < 2:
             raise InvariantError(f"a pool of {num_blocks} blocks has none to give out")
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         # The null block closes the ring: its `next` is evicted first, its `previous` last.
         self._ring = self._blocks[0]
-        self._index: dict[bytes, KVBlock] = {}
+        self._index: tuple[dict[bytes, KVBlock], ...] = tuple({} for _ in range(num_groups))
         self._num_free = 0
-        self._num_cached = 0
+        self._num_used = [0] * num_groups
+        self._num_cached = [0] * num_groups
         for block in self._blocks[1:]:
             self._link_last(block)
 
@@ -57,9 +62,17 @@ class KVBlockPool:
     @property
     def num_cached(self) -> int:
         """Free blocks whose content can still be reused."""
-        return self._num_cached
+        return sum(self._num_cached)
 
-    def allocate(self, num_blocks: int) -> list[int]:
+    def num_used_by(self, group_id: int) -> int:
+        """Return how many blocks are held for a group."""
+        return self._num_used[group_id]
+
+    def num_cached_of(self, group_id: int) -> int:
+        """Return how many free blocks have content that a group can still reuse."""
+        return self._num_cached[group_id]
+
+    def allocate(self, num_blocks: int, group_id: int) -> list[int]:
         """Give out blocks in eviction order, each held once; their old content is forgotten."""
         if num_blocks > self._num_free:
             raise InvariantError(f"{num_blocks} blocks asked of a pool with {self._num_free} free")
@@ -68,16 +81,22 @@ class KVBlockPool:
             block = self._ring.next
             self._unlink(block)
             if block.digest is not None:
-                del self._index[block.digest]
+                del self._index[block.group_id][block.digest]
                 block.digest = None
             block.ref_count = 1
+            block.group_id = group_id
             block_ids.append(block.block_id)
+        self._num_used[group_id] += num_blocks
         return block_ids
 
-    def find(self, digest: bytes) -> int | None:
-        """Return the block with this content, held or free, or None."""
-        block = self._index.get(digest)
+    def find(self, digest: bytes, group_id: int) -> int | None:
+        """Return the block with this content in a group, held or free, or None."""
+        block = self._index[group_id].get(digest)
         return None if block is None else block.block_id
+
+    def group_of(self, block_id: int) -> int:
+        """Return the group that the block serves, or served last."""
+        return self._blocks[block_id].group_id
 
     def is_free(self, block_id: int) -> bool:
         """Return whether nobody holds the block."""
@@ -88,6 +107,7 @@ class KVBlockPool:
         block = self._blocks[block_id]
         if block.ref_count == 0:
             self._unlink(block)
+            self._num_used[block.group_id] += 1
         block.ref_count += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -97,8 +117,8 @@ class KVBlockPool:
         the other way round. Blocks without reusable content go to the front of the queue.
         """
         blocks, ring = self._blocks, self._ring
+        num_used, num_cached = self._num_used, self._num_cached
         last = ring.previous
-        num_cached = 0
         # Sequences that end together have thousands of blocks: links are made here, not by calls.
         for block_id in reversed(block_ids):
             block = blocks[block_id]
@@ -109,37 +129,38 @@ class KVBlockPool:
             block.ref_count = ref_count - 1
             if ref_count > 1:
                 continue
+            num_used[block.group_id] -= 1
             if block.digest is not None:
                 block.previous = last
                 last.next = block
                 last = block
-                num_cached += 1
+                self._num_free += 1
+                num_cached[block.group_id] += 1
             else:
                 if last is ring:
                     last = block
                 self._link_first(block)
         last.next = ring
         ring.previous = last
-        self._num_free += num_cached
-        self._num_cached += num_cached
 
     def register(self, block_id: int, digest: bytes) -> None:
         """Note the content of a held block; the first block with that content stays the one found."""
         block = self._blocks[block_id]
         if block.ref_count == 0:
             raise InvariantError(f"block {block_id} is registered and nobody holds it")
-        if digest not in self._index and block.digest is None:
-            self._index[digest] = block
+        index = self._index[block.group_id]
+        if digest not in index and block.digest is None:
+            index[digest] = block
             block.digest = digest
 
     def unregister(self, block_id: int) -> None:
         """Forget the content of a block: it is not what its digest says."""
         block = self._blocks[block_id]
         if block.digest is not None:
-            del self._index[block.digest]
+            del self._index[block.group_id][block.digest]
             block.digest = None
             if block.ref_count == 0:
-                self._num_cached -= 1
+                self._num_cached[block.group_id] -= 1
 
     def check(self, held_by_tables: Iterable[Sequence[int]]) -> None:
         """Verify the invariants against the block tables of everyone who holds blocks.
@@ -163,9 +184,16 @@ class KVBlockPool:
             raise InvariantError(f"free list holds {len(free)} blocks, {self._num_free} were counted")
         if any(block.ref_count for block in free):
             raise InvariantError("the free list holds a block that somebody holds")
-        num_cached = sum(block.digest is not None for block in free)
-        if num_cached != self._num_cached:
-            raise InvariantError(f"{num_cached} free blocks are cached, {self._num_cached} were counted")
+        for group_id, num_counted in enumerate(self._num_cached):
+            num_cached = sum(block.digest is not None and block.group_id == group_id for block in free)
+            if num_cached != num_counted:
+                raise InvariantError(f"{num_cached} free blocks are cached, {num_counted} were counted")
+        for group_id, num_counted in enumerate(self._num_used):
+            num_used = sum(self._blocks[block_id].group_id == group_id for block_id in expected)
+            if num_used != num_counted:
+                raise InvariantError(
+                    f"{num_used} blocks are held for group {group_id}, {num_counted} were counted"
+                )
         if len(free) + len(expected) != self.num_usable:
             raise InvariantError(f"{len(free)} free + {len(expected)} held blocks of {self.num_usable}")
 
@@ -181,10 +209,11 @@ class KVBlockPool:
                 )
             if block.digest is not None:
                 num_registered += 1
-                if self._index.get(block.digest) is not block:
+                if self._index[block.group_id].get(block.digest) is not block:
                     raise InvariantError(f"the index does not lead to block {block.block_id}")
-        if num_registered != len(self._index):
-            raise InvariantError(f"{len(self._index)} index entries for {num_registered} registered blocks")
+        num_entries = sum(map(len, self._index))
+        if num_registered != num_entries:
+            raise InvariantError(f"{num_entries} index entries for {num_registered} registered blocks")
 
     def _link_last(self, block: KVBlock) -> None:
         self._link(block, self._ring.previous, self._ring)
@@ -196,10 +225,10 @@ class KVBlockPool:
         block.previous, block.next = previous, following
         previous.next = following.previous = block
         self._num_free += 1
-        self._num_cached += block.digest is not None
+        self._num_cached[block.group_id] += block.digest is not None
 
     def _unlink(self, block: KVBlock) -> None:
         block.previous.next = block.next
         block.next.previous = block.previous
         self._num_free -= 1
-        self._num_cached -= block.digest is not None
+        self._num_cached[block.group_id] -= block.digest is not None

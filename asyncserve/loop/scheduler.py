@@ -8,8 +8,8 @@ Policy. Decode steps first, one token each. What is left of the token budget goe
 token that is scored counts as `SCORED_TOKEN_COST`, so that such a step takes no longer than others): one
 that fits is computed whole, one that does not gets half of what is left as long as others want some, so a
 long prompt slows the others down but never stops them. A prompt's blocks are taken when it is admitted, all
-at once; a decode step that finds no block preempts the last in order, which waits again with all its known
-tokens.
+at once (for window layers, those of a window and a chunk); a decode step that finds no block preempts the
+last in order, which waits again with all its known tokens.
 
 A step that fails sets its sequences back to their known tokens and puts them under suspicion: they are
 tried again in steps of their own, by halves (`suspects`), nothing else in flight, and only one that fails
@@ -29,7 +29,7 @@ Invariants (`check`): see also `PlanRules` in the tests.
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,7 +160,7 @@ class Scheduler:
         )
         # Room kept for decode steps when a prompt is admitted beside others, so that it is not preempted at
         # once.
-        self._num_spare_blocks = min(group.num_blocks for group in info.kv_groups) // 100
+        self._num_spare_blocks = info.kv_groups[0].num_blocks // 100
         self._waiting = waiting_queue(policy)
         self._sequences: dict[int, SequenceState] = {}
         # Those that are to be left alone; once no step in flight mentions them, they hold nothing.
@@ -416,7 +416,7 @@ class Scheduler:
         """
         entry = self._take_oldest(step_id)
         self._num_failed_steps += 1
-        invalid: set[tuple[int, int]] = set()
+        invalid: set[int] = set()
         failed: list[SequenceState] = []
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             sequence.num_unseen_tokens -= scheduled.samples
@@ -430,14 +430,14 @@ class Scheduler:
             if is_blamed:
                 failed.append(sequence)
             self._set_back(sequence, scheduled.start)
-            invalid |= self._allocator.invalidate(sequence, scheduled.start)
+            invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
         for later in self._in_flight:
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
                 if sequence.blocks_are_valid:
-                    if not self._allocator.holds_any(sequence, invalid):
+                    if not self._allocator.holds_any(sequence, invalid, step_id):
                         continue
                     self._set_back(sequence, 0)
-                invalid |= self._allocator.invalidate(sequence, scheduled.start)
+                invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
         self._drop_ended()
         deltas = self._judge(entry, failed, error)
         for sequence in entry.states:
@@ -607,11 +607,9 @@ class Scheduler:
                 continue
             # Its last block is full and known, now that a new one begins.
             self._allocator.register(sequence)
-            block_ids = self._extend_or_preempt(sequence)
-            if block_ids is None:
+            self._allocator.drop_unseen(sequence)
+            if not self._cover_or_preempt(draft, sequence, self._allocator.extend):
                 continue
-            for group_id, block_id in enumerate(block_ids):
-                draft.appends.append(BlockAppend(group_id, sequence.slot, (block_id,)))
             start = sequence.num_computed_tokens
             scheduled.append(ScheduledSequence(sequence.slot, start, 1, True))
             decodes.append(sequence)
@@ -623,26 +621,39 @@ class Scheduler:
         draft.budget_left -= len(scheduled)
         return scheduled
 
-    def _extend_or_preempt(self, sequence: SequenceState) -> list[int] | None:
-        """Return a further block per group, taken from the last in order if need be; None if not now."""
-        while (block_ids := self._allocator.extend(sequence)) is None:
+    def _cover_or_preempt(
+        self, draft: _Draft, sequence: SequenceState, cover: Callable[[SequenceState], list[list[int]] | None]
+    ) -> bool:
+        """Let `cover` give a sequence further blocks, taken from the last in order if need be.
+
+        Returns:
+            False if there are not enough now.
+        """
+        while (block_ids := cover(sequence)) is None:
             # Blocks that come back with a step in flight are waited for: one preemption at a time.
             if self._num_releasing or any(other.is_planned_to_its_end for other in self._decoding):
-                return None
+                return False
             victim = max((group[-1] for group in (self._decoding, self._prefilling) if group), key=by_order)
             self._preempt(victim)
             if victim is sequence:
-                return None
-        return block_ids
+                return False
+        for group_id, new_ids in enumerate(block_ids):
+            if new_ids:
+                draft.appends.append(BlockAppend(group_id, sequence.slot, tuple(new_ids)))
+        return True
 
     def _plan_prefills(self, draft: _Draft, now_s: float) -> None:
         """Share what is left of the budget among prompts: those that run, then those that wait."""
         prefilling = self._prefilling
         can_admit = bool(self._waiting) and bool(self._free_slots) and not self._suspects
-        for position, sequence in enumerate(prefilling):
+        for position, sequence in enumerate(prefilling[:]):
             others_want = can_admit or position + 1 < len(prefilling)
             if draft.budget_left == 0:
                 break
+            if sequence.status is not SequenceStatus.RUNNING or not self._cover_or_preempt(
+                draft, sequence, self._allocator.advance
+            ):
+                continue
             num_tokens = self._prompt_chunk(sequence, sequence.num_remaining_tokens, draft, others_want)
             self._take_chunk(draft, sequence, num_tokens)
         if can_admit:
@@ -703,8 +714,7 @@ class Scheduler:
                     break
                 continue
             matches = self._allocator.match_prefix(sequence)
-            num_matched = len(matches[0]) * self._allocator.block_len
-            num_remaining = len(sequence.token_ids) - num_matched
+            num_remaining = len(sequence.token_ids) - self._allocator.matched_len(matches)
             # Without chunked prefill only a preempted sequence, with its outputs, can exceed the budget: it
             # is computed in parts. A prompt waits, and lets nobody pass, until it fits beside decode steps.
             if not self._chunks_prefill and draft.budget_left < num_remaining <= self._step_limit.num_tokens:
@@ -785,6 +795,8 @@ class Scheduler:
                     break
                 self._enter_slot(draft, sequence, now_s)
                 insort(self._prefilling, sequence, key=by_order)
+            elif not self._cover_or_preempt(draft, sequence, self._allocator.advance):
+                break
             num_tokens = self._prompt_chunk(sequence, sequence.num_remaining_tokens, draft, others_want=False)
             self._take_chunk(draft, sequence, num_tokens)
         return bool(draft.prefills)
@@ -804,8 +816,10 @@ class Scheduler:
             if samples:
                 sampling.append(sequence)
                 sequence.num_unseen_tokens += 1
-                self._prefilling.remove(sequence)
-                insort(self._decoding, sequence, key=by_order)
+                if sequence.status is SequenceStatus.RUNNING:
+                    self._prefilling.remove(sequence)
+                    insort(self._decoding, sequence, key=by_order)
+                    self._allocator.drop_unseen(sequence)
         plan = StepPlan(
             step_id=draft.step_id,
             sequences=tuple(scheduled),
@@ -897,11 +911,16 @@ class Scheduler:
         return []
 
     def _make_allocator(self) -> KVAllocator:
-        return KVAllocator(self._info.kv_groups, enable_prefix_caching=self._enable_prefix_caching)
+        return KVAllocator(
+            self._info.kv_groups,
+            enable_prefix_caching=self._enable_prefix_caching,
+            chunk_len=self._prompt_share,
+            max_unapplied=self._max_unapplied,
+        )
 
     def _end_with_bad_logits(self, sequence: SequenceState, step_id: int) -> TokenDelta:
         # Where the first bad value came from is not known, so none of its blocks may serve another sequence.
-        self._allocator.invalidate(sequence, 0)
+        self._allocator.invalidate(sequence, 0, step_id)
         sequence.blocks_are_valid = False
         error = StepFailed("the model gave logits that are not finite", step_id=step_id)
         return self._end_with_error(sequence, error)

@@ -32,17 +32,20 @@ class SequenceStatus(enum.Enum):
 
 
 class BlockTable:
-    """The blocks of one sequence: append-only while it holds a slot.
+    """The blocks of one sequence: append-only while it holds a slot, but for what windows pass.
 
-    `block_ids[group_id][i]` holds positions `i * block_len …`; `covered_len` positions have a block in every
-    group.
+    `block_ids[group_id][i]` holds positions `i * block_len …`; the first `num_null[group_id]` entries are the
+    null block: no position to be computed attends to them. `covered_len` positions have an entry in every
+    group. `dropped`: blocks that were let go of lately, with the last step that reads them.
     """
 
-    __slots__ = ("block_ids", "covered_len")
+    __slots__ = ("block_ids", "covered_len", "dropped", "num_null")
 
     def __init__(self, num_groups: int) -> None:
         self.block_ids: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        self.num_null = [0] * num_groups
         self.covered_len = 0
+        self.dropped: list[tuple[int, int]] = []
 
 
 class SequenceState:
@@ -59,8 +62,9 @@ class SequenceState:
         wrong.
         trial_len: Positions it must have computed to be suspected of failed steps no longer; 0 if it is not.
         blocks_are_valid: Its blocks hold what its tokens say; false after a failed step.
-        block_digests: Chained digests of its full blocks, as far as computed; they survive preemption.
-        num_registered_blocks: Leading blocks of the table whose digest was given to the prefix index.
+        block_digests: Chained digests of its full blocks (of the shortest blocks, if groups differ), as far
+        as computed; they survive preemption.
+        num_registered_blocks: How many of these digests the prefix index was given the blocks of.
         prompt_logprobs: Entries gathered so far, or None if not wanted or already delivered.
     """
 

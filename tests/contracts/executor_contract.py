@@ -105,10 +105,11 @@ class PlanWriter:
         block_len = self._info.kv_groups[0].spec.block_len
         num_needed = -(-(start + num_tokens) // block_len) - self._num_blocks[slot]
         if num_needed > 0:
-            block_ids = tuple(range(self._next_block_id, self._next_block_id + num_needed))
-            self._next_block_id += num_needed
             self._num_blocks[slot] += num_needed
-            appends = [BlockAppend(group.group_id, slot, block_ids) for group in self._info.kv_groups]
+            for group in self._info.kv_groups:
+                block_ids = tuple(range(self._next_block_id, self._next_block_id + num_needed))
+                self._next_block_id += num_needed
+                appends.append(BlockAppend(group.group_id, slot, block_ids))
         step_id = self._next_step_id
         self._next_step_id += 1
         return StepPlan(

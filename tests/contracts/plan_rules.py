@@ -8,6 +8,7 @@ import dataclasses
 import pickle
 from array import array
 
+from asyncserve.kv_spec import SlidingWindow
 from asyncserve.step import ExecutorInfo, StepPlan
 
 
@@ -104,11 +105,7 @@ class PlanRules:
                 samples == (end == row.known_len),
                 f"slot {slot} samples exactly when it reaches its last token ({end} of {row.known_len})",
             )
-            for group in info.kv_groups:
-                covered = len(row.tables[group.group_id]) * group.spec.block_len
-                self._require(
-                    plan, covered >= end, f"table of slot {slot} covers {covered} of {end} positions"
-                )
+            self._check_tables(plan, slot, start, end)
             row.next_start = end
             row.known_len += samples
         bare = dataclasses.replace(
@@ -145,14 +142,31 @@ class PlanRules:
             self._require(plan, slot in self._rows, f"blocks go to an admitted slot, not {slot}")
             num_blocks = groups[group_id].num_blocks
             self._require(plan, len(block_ids) >= 1, "an append holds at least one block")
+            table = self._rows[slot].tables[group_id]
+            num_null = 0
+            if not table and isinstance(groups[group_id].spec, SlidingWindow):
+                num_null = next((idx for idx, block_id in enumerate(block_ids) if block_id), len(block_ids))
             self._require(
                 plan,
-                all(1 <= block_id < num_blocks for block_id in block_ids),
+                all(1 <= block_id < num_blocks for block_id in block_ids[num_null:]),
                 f"block ids are in 1 … {num_blocks - 1}: {block_ids}",
             )
-            table = self._rows[slot].tables[group_id]
             table.extend(block_ids)
-            self._require(plan, len(set(table)) == len(table), f"slot {slot} has no block twice: {table}")
+
+    def _check_tables(self, plan: StepPlan, slot: int, start: int, end: int) -> None:
+        """Check that a sequence has a block of its own wherever this step reads or writes."""
+        live: list[int] = []
+        for group in self._info.kv_groups:
+            table, spec = self._rows[slot].tables[group.group_id], group.spec
+            self._require(
+                plan,
+                len(table) >= spec.blocks_for(end),
+                f"table of slot {slot} covers {end} positions with {len(table)} blocks",
+            )
+            seen = table[spec.num_unseen(start) :]
+            self._require(plan, all(seen), f"slot {slot} sees no null block from {start} on: {table}")
+            live += seen
+        self._require(plan, len(set(live)) == len(live), f"slot {slot} has no block twice: {live}")
 
     @staticmethod
     def _require(plan: StepPlan, holds: bool, rule: str) -> None:

@@ -131,9 +131,7 @@ def test_a_block_that_holds_another_prefix_is_noticed() -> None:
         block_appends=(BlockAppend(0, 1, (1, 3)),),
         sequences=(ScheduledSequence(1, 4, 2, True),),
     )
-    with pytest.raises(
-        AssertionError, match="block 1 of group 0 does not hold the sequence's prefix at posi"
-    ):
+    with pytest.raises(AssertionError, match="slot 1: group 0 does not hold the sequence's prefix at posi"):
         runner.run(wrong)
 
 

@@ -84,7 +84,7 @@ def test_a_sound_stream_of_plans_passes() -> None:
             {"sequences": (ScheduledSequence(1, 0, 3, True), ScheduledSequence(0, 5, 1, True))},
             "decode steps stand before prefill chunks",
         ),
-        ({"block_appends": ()}, "covers 0 of 3"),
+        ({"block_appends": ()}, "covers 3 positions with 0 blocks"),
         ({"block_appends": (BlockAppend(0, 1, (0,)),)}, r"block ids are in 1 … 9"),
         ({"block_appends": (BlockAppend(0, 1, (10,)),)}, r"block ids are in 1 … 9"),
         ({"block_appends": (BlockAppend(0, 1, ()),)}, "at least one block"),

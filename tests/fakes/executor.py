@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from asyncserve.errors import AsyncserveError, DeviceLost, EngineStopped, StepFailed
-from asyncserve.kv_spec import FullAttention, KVGroup
+from asyncserve.kv_spec import FullAttention, KVGroup, KVSpec, RecurrentState, SlidingWindow
 from asyncserve.request import TokenLogprobs
 from asyncserve.step import NO_TOKEN, ExecutorInfo, SlotAssignment, StepOutput, StepPlan
 from tests.contracts.plan_rules import PlanRules
@@ -34,14 +34,15 @@ def fake_info(
     max_num_batched_tokens: int = 32,
     max_unapplied: int = 2,
     num_groups: int = 1,
+    specs: Sequence[KVSpec] = (),
 ) -> ExecutorInfo:
-    """Return the description of a small device."""
+    """Return the description of a small device, with `num_groups` groups of full attention or `specs`."""
     spec = FullAttention(block_len=block_len, num_kv_heads=1, head_dim=1, dtype="float32")
     return ExecutorInfo(
         num_slots=num_slots,
         kv_groups=tuple(
-            KVGroup(group_id=group_id, spec=spec, layer_ids=(group_id,), num_blocks=num_blocks)
-            for group_id in range(num_groups)
+            KVGroup(group_id=group_id, spec=each, layer_ids=(group_id,), num_blocks=num_blocks)
+            for group_id, each in enumerate(specs or (spec,) * num_groups)
         ),
         max_model_len=max_model_len,
         vocab_size=vocab_size,
@@ -76,6 +77,28 @@ def fake_logprobs(token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs
     """Return the log-probabilities every fake step reports for a chosen (or prompt) token."""
     top = tuple(((token_id + i) % vocab_size, -0.25 * (i + 1)) for i in range(num_top))
     return TokenLogprobs(token_id=token_id, logprob=-0.25, rank=1, top=top)
+
+
+class _Page:
+    """A block: `digests[offset]` is that of the prefix that ends there, None if a failed step wrote it.
+
+    A page that another group writes to holds nothing any more of the one before.
+    """
+
+    __slots__ = ("digests", "group_id")
+
+    def __init__(self) -> None:
+        self.group_id = -1
+        self.digests: dict[int, int | None] = {}
+
+    def write(self, group_id: int, offset: int, digest: int | None) -> None:
+        if group_id != self.group_id:
+            self.group_id, self.digests = group_id, {}
+        self.digests[offset] = digest
+
+    def read(self, group_id: int, offset: int) -> int | None:
+        """Return what is there; -1 if nothing is."""
+        return self.digests.get(offset, -1) if group_id == self.group_id else -1
 
 
 class _Row:
@@ -129,12 +152,7 @@ class FakeRunner:
         self._rows: dict[int, _Row] = {}
         self._scored_slots: set[int] = set()
         self._checks = check_plans
-        # kv[group][block][offset]: digest of the prefix that ends there; None is garbage.
-        self._kv: list[list[list[int | None]]] = (
-            [[[None] * group.spec.block_len for _ in range(group.num_blocks)] for group in info.kv_groups]
-            if check_plans
-            else []
-        )
+        self._pages = [_Page() for _ in range(info.kv_groups[0].num_blocks)] if check_plans else []
 
     def reopened(self) -> "FakeRunner":
         """Return a runner for the same device, opened anew: rows and KV are gone."""
@@ -198,35 +216,51 @@ class FakeRunner:
             row = self._rows[slot]
             digests = _prefix_digests(row.token_ids[: start + num_tokens])
             for group in self.info.kv_groups:
-                blocks, table = self._kv[group.group_id], row.tables[group.group_id]
+                if isinstance(group.spec, RecurrentState) and start:
+                    # What is read is overwritten.
+                    self._check_position(plan, row, group, start - 1, digests[start - 1])
                 for position in range(start, start + num_tokens):
-                    block_idx, offset = divmod(position, group.spec.block_len)
                     lost = is_garbage or row.is_lost
-                    blocks[table[block_idx]][offset] = None if lost else digests[position]
+                    for page, offset in self._places(row, group, position):
+                        page.write(group.group_id, offset, None if lost else digests[position])
 
     def _check_kv(self, plan: StepPlan) -> None:
         for slot, start, num_tokens, _ in plan.sequences:
             row = self._rows[slot]
             digests = _prefix_digests(row.token_ids[: start + num_tokens])
             for group in self.info.kv_groups:
-                blocks, table = self._kv[group.group_id], row.tables[group.group_id]
-                for position, digest in enumerate(digests):
-                    block_idx, offset = divmod(position, group.spec.block_len)
-                    held = blocks[table[block_idx]][offset]
-                    if held is None:
-                        # What a failed step left: everything computed from it is lost as well.
-                        row.is_lost = True
-                    elif held != digest and not row.is_lost:
-                        raise AssertionError(
-                            f"step {plan.step_id}, slot {slot}: block {table[block_idx]} of group"
-                            f" {group.group_id} does not hold the sequence's prefix at position {position}"
-                        )
+                first, spec = 0, group.spec
+                if isinstance(spec, SlidingWindow):
+                    first = max(0, start - spec.window_len + 1)
+                elif isinstance(spec, RecurrentState):
+                    first = start + num_tokens - 1
+                for position in range(first, start + num_tokens):
+                    self._check_position(plan, row, group, position, digests[position])
             if row.is_lost:
                 for group in self.info.kv_groups:
-                    blocks, table = self._kv[group.group_id], row.tables[group.group_id]
                     for position in range(start, start + num_tokens):
-                        block_idx, offset = divmod(position, group.spec.block_len)
-                        blocks[table[block_idx]][offset] = None
+                        for page, offset in self._places(row, group, position):
+                            page.write(group.group_id, offset, None)
+
+    def _places(self, row: _Row, group: KVGroup, position: int) -> list[tuple[_Page, int]]:
+        """Return where a position is kept: at one place, or, a state, in every block of its run."""
+        table = row.tables[group.group_id]
+        if isinstance(group.spec, RecurrentState):
+            return [(self._pages[block_id], 0) for block_id in table]
+        block_idx, offset = divmod(position, group.spec.block_len)
+        return [(self._pages[table[block_idx]], offset)]
+
+    def _check_position(self, plan: StepPlan, row: _Row, group: KVGroup, position: int, digest: int) -> None:
+        for page, offset in self._places(row, group, position):
+            held = page.read(group.group_id, offset)
+            if held is None:
+                # What a failed step left: everything computed from it is lost as well.
+                row.is_lost = True
+            elif held != digest and not row.is_lost:
+                raise AssertionError(
+                    f"step {plan.step_id}, slot {row.assignment.slot}: group {group.group_id} does not hold"
+                    f" the sequence's prefix at position {position}"
+                )
 
     def _sample(self, plan: StepPlan) -> StepOutput:
         vocab_size = self.info.vocab_size

@@ -24,7 +24,7 @@ class PlanDriver:
         self.info = info
         self.rules = PlanRules(info)
         self.block_len = info.kv_groups[0].spec.block_len
-        self.free = [list(range(1, group.num_blocks)) for group in info.kv_groups]
+        self.free = list(range(1, info.kv_groups[0].num_blocks))
         self.known_lens: dict[int, int] = {}
         self.assigned_lens: dict[int, int] = {}
         self.starts: dict[int, int] = {}
@@ -71,9 +71,9 @@ class PlanDriver:
     def release(self, slot: int, *, keep_blocks: bool = False) -> None:
         """Let a slot go with the next plan, and its blocks unless another slot shares them."""
         self._released.append(slot)
-        for group_id, table in enumerate(self.tables.pop(slot)):
+        for table in self.tables.pop(slot):
             if not keep_blocks:
-                self.free[group_id] = table + self.free[group_id]
+                self.free = table + self.free
 
     def plan(self, num_tokens: Mapping[int, int]) -> StepPlan:
         """Return the next plan: slot → tokens to compute. Its sampled tokens count as known from now on."""
@@ -83,7 +83,7 @@ class PlanDriver:
             for group_id, table in enumerate(self.tables[slot]):
                 num_missing = -(-(start + num) // self.block_len) - len(table)
                 if num_missing > 0:
-                    self._append(group_id, slot, [self.free[group_id].pop(0) for _ in range(num_missing)])
+                    self._append(group_id, slot, [self.free.pop(0) for _ in range(num_missing)])
             samples = start + num == self.known_lens[slot]
             sequences.append(ScheduledSequence(slot, start, num, samples))
             self.starts[slot] = start + num

@@ -163,7 +163,7 @@ def test_no_mix_of_rows_takes_more_memory_than_the_profile_found() -> None:
         [(3000, 1)] * 60 + [(longest - 1500, 1500)] + [(20000, 300)],
         [(0, 2048)],
     ):
-        run_dummy_rows(runner, rows, block_len=4, sampling=SamplingParams(temperature=1.0, top_p=0.9))
+        run_dummy_rows(runner, rows, sampling=SamplingParams(temperature=1.0, top_p=0.9))
     device.synchronize()
     taken = device.peak_bytes() - before_bytes - 2 * sum(group.bytes_per_block for group in groups)
     assert 0 < taken <= found

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from asyncserve.checkpoint import Checkpoint, CheckpointFormat
 from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory, UnsupportedModel
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import CpuDevice, MemoryInfo
+from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.gpu.startup import (
     choose_dtype,
@@ -20,7 +22,7 @@ from asyncserve.gpu.startup import (
     size_pool,
     start_runner,
 )
-from asyncserve.kv_spec import FullAttention, KVGroup
+from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow
 from asyncserve.step import StepPlan
 from tests.fakes.attention_model import AttentionModel, small_runner
 from tests.fakes.device import FakeDevice
@@ -47,6 +49,7 @@ class _Cpu(CpuDevice):
 def size(device: CpuDevice | FakeDevice, **options: Any) -> tuple[int, str]:
     defaults: dict[str, Any] = {
         "wanted_len": None,
+        "chunk_len": 64,
         "utilization": 0.9,
         "weights_bytes": 0,
         "activation_bytes": 0,
@@ -57,13 +60,70 @@ def size(device: CpuDevice | FakeDevice, **options: Any) -> tuple[int, str]:
     return size_pool(GROUPS, device, **{**defaults, **options})
 
 
+def window(window_len: int = 1024, **changes: Any) -> SlidingWindow:
+    fields: dict[str, Any] = {"block_len": 16, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+    return SlidingWindow(window_len=window_len, **{**fields, **changes})
+
+
+def cut(num_full: int, num_windows: int, *, max_model_len: int = 131072) -> list[tuple[str, int]]:
+    """Return kind and number of layers of each group."""
+    groups = group_layers([window()] * num_windows + [SPEC] * num_full, max_model_len=max_model_len)
+    layer_ids = [layer_id for group in groups for layer_id in group.layer_ids]
+    assert sorted(layer_ids) == list(range(num_full + num_windows))
+    return [("full" if group.spec == SPEC else "window", len(group.layer_ids)) for group in groups]
+
+
 def test_layers_that_keep_the_same_share_a_group() -> None:
-    other = FullAttention(block_len=16, num_kv_heads=1, head_dim=64, dtype="bfloat16")
-    groups = group_layers([SPEC, other, SPEC, SPEC, other])
+    groups = group_layers([SPEC, window(), SPEC, window(), SPEC, window()])
     assert [(group.group_id, group.spec, group.layer_ids) for group in groups] == [
-        (0, SPEC, (0, 2, 3)),
-        (1, other, (1, 4)),
+        (0, SPEC, (0, 2, 4)),
+        (1, window(), (1, 3, 5)),
     ]
+
+
+def test_layers_are_cut_into_groups_of_equally_many_where_that_takes_the_least_memory() -> None:
+    assert cut(12, 12) == [("window", 12), ("full", 12)]
+    assert cut(3, 15) == [("window", 3)] * 5 + [("full", 3)]
+    # A layer more, and some group has fewer: a padded window costs less than a padded full group.
+    assert cut(5, 29) == [("window", 5)] * 5 + [("window", 4), ("full", 5)]
+    # 31 groups of two would pad nothing.
+    assert cut(10, 52) == [("window", 10)] * 5 + [("window", 2), ("full", 10)]
+    assert cut(0, 32) == [("window", 32)]
+
+
+def test_blocks_of_unequal_layers_are_as_many_tokens_as_make_equal_bytes() -> None:
+    wide = FullAttention(block_len=16, num_kv_heads=6, head_dim=64, dtype="bfloat16")
+    narrow = window(num_kv_heads=4, block_len=16)
+    groups = group_layers([wide, narrow])
+    assert [group.spec.block_len for group in groups] == [32, 48]
+    assert len({group.spec.bytes_per_block for group in groups}) == 1
+    KVCache([replace(group, num_blocks=3) for group in groups], device=torch.device("cpu"))
+
+
+def test_a_state_takes_a_run_of_blocks_that_attention_layers_can_have() -> None:
+    state = RecurrentState(state_bytes=SPEC.bytes_per_block * 5 // 2)
+    full, recurrent = group_layers([SPEC, state])
+    assert full.spec == SPEC
+    assert recurrent.spec.blocks_for(1) == recurrent.spec.blocks_for(99999) == 3
+    (alone,) = group_layers([state, state])
+    assert alone.spec.blocks_for(99999) == 1
+
+
+def test_a_window_as_long_as_the_longest_sequence_is_none() -> None:
+    assert [group.spec for group in group_layers([SPEC, window(4096)], max_model_len=4096)] == [SPEC]
+    assert len(group_layers([SPEC, window(4095)], max_model_len=4096)) == 2
+
+
+def test_a_window_needs_but_the_blocks_of_window_and_chunk() -> None:
+    groups = group_layers([SPEC, window(100)], max_model_len=10**6)
+    # 99 + 60 positions touch at most 11 blocks of 16, wherever they begin.
+    assert fit_model_len(10**6, 1 + 11 + 50, groups, chunk_len=60, is_fixed=False) == 50 * 16
+    assert fit_model_len(10**6, 1 + 6, groups, chunk_len=60, is_fixed=False) == 3 * 16
+    with pytest.raises(OutOfDeviceMemory, match="holds 800 tokens") as caught:
+        fit_model_len(801, 1 + 11 + 50, groups, chunk_len=60, is_fixed=True)
+    assert caught.value.needed_bytes == (51 + 11 + 1) * SPEC.bytes_per_block
+    with pytest.raises(OutOfDeviceMemory, match="holds 0 tokens"):
+        fit_model_len(801, 2, groups, chunk_len=60, is_fixed=False)
 
 
 def test_asked_number_of_blocks_is_taken() -> None:
@@ -113,10 +173,10 @@ def test_gpu_without_room_says_what_to_change() -> None:
 
 
 def test_default_context_is_cut_to_the_pool_and_an_asked_one_is_not() -> None:
-    assert fit_model_len(100, 8, GROUPS, is_fixed=False) == 100
-    assert fit_model_len(200, 8, GROUPS, is_fixed=False) == 7 * 16
+    assert fit_model_len(100, 8, GROUPS, chunk_len=64, is_fixed=False) == 100
+    assert fit_model_len(200, 8, GROUPS, chunk_len=64, is_fixed=False) == 7 * 16
     with pytest.raises(OutOfDeviceMemory, match="holds 112 tokens"):
-        fit_model_len(200, 8, GROUPS, is_fixed=True)
+        fit_model_len(200, 8, GROUPS, chunk_len=64, is_fixed=True)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ async def live_server(
     is_started: bool = True,
     check_plans: bool = True,
     executor_class: type[FakeExecutor] = FakeExecutor,
-    info: Mapping[str, int] | None = None,
+    info: Mapping[str, Any] | None = None,
     engine_options: Mapping[str, Any] | None = None,
     limits: HeaderLimits | None = None,
     bound: ConnectionBound | None = None,

@@ -45,21 +45,21 @@ def compute(allocator: KVAllocator, sequence: SequenceState) -> None:
 
 
 def test_a_match_leaves_at_least_one_token_to_compute() -> None:
-    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True, chunk_len=64)
     compute(allocator, sequence_of(list(range(8))))
     assert len(allocator.match_prefix(sequence_of(list(range(8))))[0]) == 1
     assert len(allocator.match_prefix(sequence_of(list(range(9))))[0]) == 2
 
 
 def test_a_match_ends_at_the_first_block_that_differs() -> None:
-    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True, chunk_len=64)
     compute(allocator, sequence_of(list(range(12))))
     changed = [*range(4), 99, *range(5, 13)]
     assert len(allocator.match_prefix(sequence_of(changed))[0]) == 1
 
 
 def test_sequences_with_different_salts_share_nothing() -> None:
-    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=True, chunk_len=64)
     compute(allocator, sequence_of(list(range(9)), salt="a"))
     assert allocator.match_prefix(sequence_of(list(range(9)), salt="a"))[0] != []
     assert allocator.match_prefix(sequence_of(list(range(9)), salt="b"))[0] == []
@@ -67,14 +67,14 @@ def test_sequences_with_different_salts_share_nothing() -> None:
 
 
 def test_prompt_tokens_to_be_scored_are_not_looked_up() -> None:
-    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=True, chunk_len=64)
     compute(allocator, sequence_of(list(range(9)), num_prompt_logprobs=1))
     assert allocator.match_prefix(sequence_of(list(range(9)), num_prompt_logprobs=1))[0] == []
     assert len(allocator.match_prefix(sequence_of(list(range(9))))[0]) == 2, "they are registered"
 
 
 def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
-    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=False)
+    allocator = KVAllocator([group(0, 20)], enable_prefix_caching=False, chunk_len=64)
     sequence = sequence_of(list(range(9)))
     compute(allocator, sequence)
     allocator.release(sequence)
@@ -83,18 +83,43 @@ def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
 
 
 def test_what_is_cached_in_one_group_only_is_no_match() -> None:
-    allocator = KVAllocator([group(0, 10), group(1, 4)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 10), group(1, 10)], enable_prefix_caching=True, chunk_len=64)
     first = sequence_of(list(range(9)), num_groups=2)
     compute(allocator, first)
+    second_block = first.block_table.block_ids[1][1]
     allocator.release(first)
-    # Evicts group 1's blocks, whose pool is small, and few of group 0's.
-    second = sequence_of(list(range(100, 112)), num_groups=2)
+    again = sequence_of(list(range(9)), num_groups=2)
+    assert [len(match) for match in allocator.match_prefix(again)] == [2, 2]
+    allocator.pool.unregister(second_block)
+    assert [len(match) for match in allocator.match_prefix(again)] == [1, 1]
+
+
+def test_the_same_tokens_are_a_block_in_each_group() -> None:
+    allocator = KVAllocator([group(0, 10), group(1, 10)], enable_prefix_caching=True, chunk_len=64)
+    first = sequence_of(list(range(9)), num_groups=2)
+    compute(allocator, first)
+    matches = allocator.match_prefix(sequence_of(list(range(9)), num_groups=2))
+    assert matches == [block_ids[:2] for block_ids in first.block_table.block_ids]
+    assert not set(matches[0]) & set(matches[1])
+    assert [allocator.pool.num_used_by(group_id) for group_id in (0, 1)] == [3, 3]
+    allocator.release(first)
+    assert [allocator.pool.num_cached_of(group_id) for group_id in (0, 1)] == [2, 2]
+
+
+def test_any_block_serves_any_group() -> None:
+    allocator = KVAllocator([group(0, 9), group(1, 9)], enable_prefix_caching=True, chunk_len=64)
+    first = sequence_of(list(range(12)), num_groups=2)
+    compute(allocator, first)
+    held = set(first.block_table.block_ids[0])
+    allocator.release(first)
+    second = sequence_of(list(range(100, 116)), num_groups=2)
     compute(allocator, second)
-    assert allocator.match_prefix(sequence_of(list(range(9)), num_groups=2)) == [[], []]
+    assert held & set(second.block_table.block_ids[1])
+    allocator.check([second])
 
 
-def test_taking_more_than_one_group_has_changes_nothing() -> None:
-    allocator = KVAllocator([group(0, 10), group(1, 3)], enable_prefix_caching=True)
+def test_taking_more_than_the_pool_has_changes_nothing() -> None:
+    allocator = KVAllocator([group(0, 6), group(1, 6)], enable_prefix_caching=True, chunk_len=64)
     sequence = sequence_of(list(range(12)), num_groups=2)
     assert not allocator.take(sequence, allocator.match_prefix(sequence), 0)
     assert sequence.block_table.block_ids == ([], [])
@@ -102,7 +127,7 @@ def test_taking_more_than_one_group_has_changes_nothing() -> None:
 
 
 def test_spare_blocks_and_revived_cached_blocks_count_as_needed() -> None:
-    allocator = KVAllocator([group(0, 4)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 4)], enable_prefix_caching=True, chunk_len=64)
     first = sequence_of(list(range(9)))
     compute(allocator, first)
     allocator.release(first)
@@ -115,7 +140,7 @@ def test_spare_blocks_and_revived_cached_blocks_count_as_needed() -> None:
 
 
 def test_extending_an_empty_pool_changes_nothing() -> None:
-    allocator = KVAllocator([group(0, 3), group(1, 2)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 4), group(1, 4)], enable_prefix_caching=True, chunk_len=64)
     sequence = sequence_of([1], num_groups=2)
     compute(allocator, sequence)
     assert allocator.extend(sequence) is None
@@ -123,7 +148,7 @@ def test_extending_an_empty_pool_changes_nothing() -> None:
 
 
 def test_released_blocks_are_found_again_with_the_outputs_they_hold() -> None:
-    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True, chunk_len=64)
     sequence = sequence_of([1, 2, 3])
     compute(allocator, sequence)
     sequence.token_ids.extend([4, 5])
@@ -134,7 +159,7 @@ def test_released_blocks_are_found_again_with_the_outputs_they_hold() -> None:
 
 
 def test_a_block_with_a_token_not_yet_computed_is_not_found() -> None:
-    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True, chunk_len=64)
     sequence = sequence_of([1, 2, 3])
     compute(allocator, sequence)
     sequence.token_ids.append(4)
@@ -143,7 +168,7 @@ def test_a_block_with_a_token_not_yet_computed_is_not_found() -> None:
 
 
 def test_a_block_with_a_token_not_yet_known_is_not_registered() -> None:
-    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True, chunk_len=64)
     sequence = sequence_of([1, 2, 3])
     compute(allocator, sequence)
     sequence.num_computed_tokens = 4
@@ -153,20 +178,20 @@ def test_a_block_with_a_token_not_yet_known_is_not_registered() -> None:
 
 
 def test_invalid_blocks_are_not_found_and_earlier_ones_are() -> None:
-    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True)
+    allocator = KVAllocator([group(0, 10)], enable_prefix_caching=True, chunk_len=64)
     sequence = sequence_of(list(range(12)))
     compute(allocator, sequence)
-    invalid = allocator.invalidate(sequence, 4)
-    assert invalid == {(0, block_id) for block_id in sequence.block_table.block_ids[0][1:]}
+    invalid = allocator.invalidate(sequence, 4, 0)
+    assert invalid == set(sequence.block_table.block_ids[0][1:])
     sharing = sequence_of(list(range(13)))
     assert len(allocator.match_prefix(sharing)[0]) == 1
     compute(allocator, sharing)
-    assert not allocator.holds_any(sharing, invalid)
-    assert allocator.holds_any(sequence, invalid)
+    assert not allocator.holds_any(sharing, invalid, 0)
+    assert allocator.holds_any(sequence, invalid, 0)
 
 
-def test_groups_of_different_block_lengths_are_refused() -> None:
+def test_groups_that_do_not_share_a_pool_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\[4, 8\]"):
-        KVAllocator([group(0, 4), group(1, 4, block_len=8)], enable_prefix_caching=True)
+        KVAllocator([group(0, 4), group(1, 8)], enable_prefix_caching=True, chunk_len=64)
     with pytest.raises(ConfigError):
-        KVAllocator([], enable_prefix_caching=True)
+        KVAllocator([], enable_prefix_caching=True, chunk_len=64)

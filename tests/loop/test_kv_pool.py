@@ -11,62 +11,62 @@ from asyncserve.loop.kv_pool import KVBlockPool
 
 
 def test_the_null_block_is_never_given_out() -> None:
-    pool = KVBlockPool(4)
-    assert sorted(pool.allocate(3)) == [1, 2, 3]
+    pool = KVBlockPool(4, 1)
+    assert sorted(pool.allocate(3, 0)) == [1, 2, 3]
     with pytest.raises(InvariantError, match="1 blocks asked of a pool with 0 free"):
-        pool.allocate(1)
+        pool.allocate(1, 0)
 
 
 def test_a_pool_with_only_the_null_block_is_refused() -> None:
     with pytest.raises(InvariantError):
-        KVBlockPool(1)
+        KVBlockPool(1, 1)
 
 
 def test_tail_blocks_of_a_released_sequence_are_evicted_first() -> None:
-    pool = KVBlockPool(4)
-    table = pool.allocate(3)
+    pool = KVBlockPool(4, 1)
+    table = pool.allocate(3, 0)
     for block_id, digest in zip(table, (b"a", b"b", b"c"), strict=True):
         pool.register(block_id, digest)
     pool.release(table)
-    assert pool.allocate(3) == list(reversed(table))
+    assert pool.allocate(3, 0) == list(reversed(table))
 
 
 def test_the_sequence_released_first_is_evicted_first() -> None:
-    pool = KVBlockPool(3)
-    (older,), (newer,) = pool.allocate(1), pool.allocate(1)
+    pool = KVBlockPool(3, 1)
+    (older,), (newer,) = pool.allocate(1, 0), pool.allocate(1, 0)
     pool.register(older, b"older")
     pool.register(newer, b"newer")
     pool.release([older])
     pool.release([newer])
-    assert pool.allocate(1) == [older]
-    assert pool.find(b"older") is None
-    assert pool.find(b"newer") == newer
+    assert pool.allocate(1, 0) == [older]
+    assert pool.find(b"older", 0) is None
+    assert pool.find(b"newer", 0) == newer
 
 
 def test_blocks_without_reusable_content_are_evicted_before_cached_ones() -> None:
-    pool = KVBlockPool(3)
-    (cached,), (plain,) = pool.allocate(1), pool.allocate(1)
+    pool = KVBlockPool(3, 1)
+    (cached,), (plain,) = pool.allocate(1, 0), pool.allocate(1, 0)
     pool.register(cached, b"x")
     pool.release([cached])
     pool.release([plain])
-    assert pool.allocate(1) == [plain]
+    assert pool.allocate(1, 0) == [plain]
 
 
 def test_a_reused_block_is_evicted_as_if_released_anew() -> None:
-    pool = KVBlockPool(3)
-    (first,), (second,) = pool.allocate(1), pool.allocate(1)
+    pool = KVBlockPool(3, 1)
+    (first,), (second,) = pool.allocate(1, 0), pool.allocate(1, 0)
     pool.register(first, b"1")
     pool.register(second, b"2")
     pool.release([first])
     pool.release([second])
     pool.acquire(first)
     pool.release([first])
-    assert pool.allocate(1) == [second]
+    assert pool.allocate(1, 0) == [second]
 
 
 def test_a_block_held_twice_is_free_after_two_releases() -> None:
-    pool = KVBlockPool(2)
-    (block_id,) = pool.allocate(1)
+    pool = KVBlockPool(2, 1)
+    (block_id,) = pool.allocate(1, 0)
     pool.acquire(block_id)
     pool.release([block_id])
     assert not pool.is_free(block_id)
@@ -77,20 +77,20 @@ def test_a_block_held_twice_is_free_after_two_releases() -> None:
 
 
 def test_the_first_block_with_a_content_stays_the_one_found() -> None:
-    pool = KVBlockPool(3)
-    first, second = pool.allocate(2)
+    pool = KVBlockPool(3, 1)
+    first, second = pool.allocate(2, 0)
     pool.register(first, b"x")
     pool.register(second, b"x")
-    assert pool.find(b"x") == first
+    assert pool.find(b"x", 0) == first
     pool.unregister(second)
-    assert pool.find(b"x") == first
+    assert pool.find(b"x", 0) == first
     pool.unregister(first)
-    assert pool.find(b"x") is None
+    assert pool.find(b"x", 0) is None
 
 
 def test_check_notices_a_table_that_disagrees_with_the_reference_counts() -> None:
-    pool = KVBlockPool(3)
-    (block_id,) = pool.allocate(1)
+    pool = KVBlockPool(3, 1)
+    (block_id,) = pool.allocate(1, 0)
     pool.check([[block_id]])
     with pytest.raises(InvariantError, match="has 1 references, tables hold 2"):
         pool.check([[block_id], [block_id]])
@@ -109,19 +109,19 @@ def _count_free_wrongly(pool: KVBlockPool) -> None:
 
 
 def _count_cached_wrongly(pool: KVBlockPool) -> None:
-    pool._num_cached += 1
+    pool._num_cached[0] += 1
 
 
 def _link_a_held_block(pool: KVBlockPool) -> None:
-    pool._link_last(pool._blocks[pool.allocate(1)[0]])
+    pool._link_last(pool._blocks[pool.allocate(1, 0)[0]])
 
 
 def _index_another_block(pool: KVBlockPool) -> None:
-    pool._index[b"x"] = pool._blocks[3]
+    pool._index[0][b"x"] = pool._blocks[3]
 
 
 def _index_too_much(pool: KVBlockPool) -> None:
-    pool._index[b"y"] = pool._blocks[3]
+    pool._index[0][b"y"] = pool._blocks[3]
 
 
 def _lose_a_block(pool: KVBlockPool) -> None:
@@ -143,8 +143,8 @@ def _lose_a_block(pool: KVBlockPool) -> None:
 def test_check_notices_damage(
     damage: Callable[[KVBlockPool], None], tables: list[list[int]], message: str
 ) -> None:
-    pool = KVBlockPool(5)
-    (block_id,) = pool.allocate(1)
+    pool = KVBlockPool(5, 1)
+    (block_id,) = pool.allocate(1, 0)
     pool.register(block_id, b"x")
     pool.release([block_id])
     pool.check([])
@@ -157,7 +157,7 @@ def test_check_notices_damage(
 
 
 def test_only_held_blocks_are_registered() -> None:
-    pool = KVBlockPool(2)
+    pool = KVBlockPool(2, 1)
     with pytest.raises(InvariantError, match="block 1 is registered and nobody holds it"):
         pool.register(1, b"x")
 
@@ -167,7 +167,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = KVBlockPool(7)
+        self.pool = KVBlockPool(7, 1)
         self.free: OrderedDict[int, None] = OrderedDict((block_id, None) for block_id in range(1, 7))
         self.digests: dict[int, bytes] = {}
         self.tables: list[list[int]] = []
@@ -180,7 +180,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         expected = [self.free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block_id in expected:
             self.digests.pop(block_id, None)
-        assert self.pool.allocate(num_blocks) == expected
+        assert self.pool.allocate(num_blocks, 0) == expected
         self.tables.append(expected)
 
     @precondition(lambda self: self.tables)
@@ -204,7 +204,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def reuse(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(sorted(self.digests)))
-        assert self.pool.find(self.digests[block_id]) == block_id
+        assert self.pool.find(self.digests[block_id], 0) == block_id
         self.pool.acquire(block_id)
         self.free.pop(block_id, None)
         self.tables.append([block_id])
@@ -214,7 +214,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(sorted(self.digests)))
         self.pool.unregister(block_id)
-        assert self.pool.find(self.digests.pop(block_id)) is None
+        assert self.pool.find(self.digests.pop(block_id), 0) is None
 
     @invariant()
     def agrees(self) -> None:

@@ -20,15 +20,16 @@ def simulate(seed: int) -> dict[str, int]:
     capacity = rng.choice([24, 32, 40, 80, 200])
     max_model_len = rng.choice([16, 24, 40])
     chunked = rng.random() < 0.7
+    num_groups = rng.choice([1, 1, 2])
     info = fake_info(
         num_slots=rng.randint(1, 6),
-        num_blocks=capacity // block_len + 1,
+        num_blocks=capacity // block_len * num_groups + 1,
         block_len=block_len,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         max_num_batched_tokens=rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40]),
         max_unapplied=rng.choice([1, 2, 2, 3]),
-        num_groups=rng.choice([1, 1, 2]),
+        num_groups=num_groups,
     )
     bench = Bench(
         info,

@@ -26,7 +26,7 @@ from asyncserve.gpu.kernels.paged_prefill import PrefillConfig, paged_prefill, p
 from asyncserve.gpu.kernels.paging import IS_INTERPRETED, shared_bytes
 from asyncserve.gpu.kernels.rotary import QKNorm
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.kv_spec import KVSpec
+from asyncserve.kv_spec import KVSpec, RecurrentState
 
 _MOST_HEAD_DIM = 256
 _LEAST_CAPABILITY = (8, 0)
@@ -107,6 +107,8 @@ class TritonAttention:
 
     def supports(self, spec: KVSpec, device: torch.device) -> str | None:
         """Return None on a CUDA device that is new enough, if the heads are not too long."""
+        if isinstance(spec, RecurrentState):
+            return "it serves layers of attention only"
         if device.type != "cuda" and not (IS_INTERPRETED and device.type == "cpu"):
             return "it needs a CUDA device"
         if device.type == "cuda":
@@ -170,6 +172,8 @@ class TritonAttention:
                 num_rows=planned.num_decode_rows,
                 query_start=batch.query_start if planned.is_mixed else None,
                 window_len=layer.window_len,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
                 scales=kv_cache.scales[layer.layer_id],
             )
         if planned.num_prefill_rows:
@@ -188,6 +192,8 @@ class TritonAttention:
                 config=kind.prefill,
                 skips_single=planned.is_mixed,
                 window_len=layer.window_len,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
                 scales=kv_cache.scales[layer.layer_id],
             )
         return out.view(q.shape[0], -1)
@@ -216,6 +222,8 @@ class TritonAttention:
                 cos, sin, batch.slot_mapping[group_id], None if norm is None else QKNorm(*norm)
             ),
             window_len=layer.window_len,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
             scales=kv_cache.scales[layer.layer_id],
         )
         return out.view(batch.num_rows, -1)

@@ -342,7 +342,7 @@ class LoadAnswer(Shape):
 
 
 class CacheGroup(Shape):
-    """Layers that share one kind of KV cache."""
+    """Layers that share one kind of KV cache. Blocks and bytes are of the pool that all groups share."""
 
     num_layers: NotNegative
     dtype: str

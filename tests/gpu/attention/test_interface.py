@@ -48,7 +48,8 @@ class Recorder:
 def step(backend: Recorder, *, dtype: str = "float16", scales: KVScales | None = None) -> StepAttention:
     spec = FullAttention(block_len=4, num_kv_heads=2, head_dim=3, dtype=dtype)
     groups = [
-        KVGroup(group_id=group_id, spec=spec, layer_ids=(group_id,), num_blocks=4) for group_id in (0, 1)
+        KVGroup(group_id=group_id, spec=spec, layer_ids=layer_ids, num_blocks=4)
+        for group_id, layer_ids in enumerate([(0, 2), (1,)])
     ]
     fields: dict[str, Any] = dict.fromkeys(Batch.__dataclass_fields__)
     batch = Batch(**fields | {"slot_mapping": (torch.tensor([12, 13]), SLOTS)})
@@ -73,7 +74,7 @@ def test_run_writes_the_layers_slots_before_the_backend_attends() -> None:
         assert torch.equal(keys[2, :, 1], k[0].half())
         assert torch.equal(keys[1, :, 0], k[1].half())
     assert torch.equal(attention.kv_cache.values[1][2, :, 1], v[0].half())
-    assert not attention.kv_cache.keys[0].any()
+    assert not attention.kv_cache.keys[2].any(), "nothing else shares its storage"
 
 
 def test_attend_leaves_the_cache_to_the_layer_and_gives_the_backend_its_dtype() -> None:

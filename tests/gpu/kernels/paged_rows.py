@@ -24,7 +24,7 @@ class Rows:
         dtype: Of q.
         cache_dtype: Of the cache; None for that of q.
         scales: What K and V of the cache are multiplied by, by KV head.
-        leftover: What the cache holds where none of these sequences has a position.
+        leftover: What the cache holds where none of these sequences has a position that it sees.
     """
 
     seq_lens: list[int]
@@ -55,7 +55,11 @@ class Rows:
         shape = (len(order) + 1, self.num_kv_heads, self.block_len, self.head_dim)
         is_position = torch.zeros(len(order) + 1, self.block_len, dtype=torch.bool)
         for row, seq_len in enumerate(self.seq_lens):
-            for position in range(seq_len):
+            first = 0
+            if self.window_len is not None:
+                # What all windows have passed belongs to others.
+                first = max(0, seq_len - self.query_lens[row] - self.window_len + 1)
+            for position in range(first, seq_len):
                 block = table[row, position // self.block_len]
                 is_position[block, position % self.block_len] = True
         unwritten = ~is_position[:, None, :, None].to(DEVICE)
@@ -103,6 +107,9 @@ class Rows:
         )
         if self.scales is not None:
             k, v = (x * scale.double()[:, None] for x, scale in zip((k, v), self.scales, strict=True))
+        if self.window_len is not None:
+            k[: max(0, seq_len - num_queries - self.window_len + 1)] = 0
+            v[: max(0, seq_len - num_queries - self.window_len + 1)] = 0
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * self.scale
         if self.softcap is not None:
