@@ -74,6 +74,9 @@ class ServerConfig:
     """Number of KV blocks, instead of computing it from memory."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
+    prefix_caching_hash_seed: str | None = None
+    """Seed of the hashes by which prefixes are known. Replicas, and routers that hash prompts, agree if
+    theirs is the same. Default: the environment variable PYTHONHASHSEED, else 0."""
     enable_chunked_prefill: bool = True
     """Split long prompts over several steps."""
     long_prefill_token_threshold: int = 0
@@ -197,6 +200,10 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector that gets a trace of each request, such as
     http://localhost:4318/v1/traces or grpc://localhost:4317. Needs pip install asyncserve[otel]."""
+    kv_events_config: str | None = None
+    """JSON that says where changes of the prefix cache are published for cache-aware routers, with vLLM's
+    names: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}.
+    Needs pip install asyncserve[kv-events]."""
     trace_steps: str | None = None
     """File that gets a timeline of every step (loop, device thread, device, waiter), for ui.perfetto.dev."""
 

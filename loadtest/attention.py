@@ -346,11 +346,9 @@ def measure(copy: float) -> Rows:
             f"{shape.name:16}{name:>14}{us:9.1f}{paged:9.0f}{cudnn:8.0f}{flash:8.0f}{error:9.4f}", flush=True
         )
         rows.append({"prefill": name, "shape": shape.name, "us": us, "tflops": rates})
-    del pool, case, prompt
     for dtype in FP8_DTYPES:
         pool, _ = new_pool(dtype)
         rows += measure_decode(pool, decode, shapes, copy)
-        del pool
     return rows
 
 

@@ -27,6 +27,7 @@ Files in the order a request meets them:
 * restart_budget: how often a lost device may be opened anew
 * kv_groups: blocks of all KV groups together: match a cached prefix, extend, let windows pass, release
 * kv_pool: the blocks that all groups share: reference counts, free list in eviction order, prefix index
+* cache_log: what becomes of the prefix cache, for who publishes it
 * prefix_hash: chained hash of a block's tokens
 * detokenizer: token ids to text, incrementally
 * stop_strings: where a stop string begins in text that still grows

@@ -16,6 +16,7 @@ Invariants (`check`):
 from collections.abc import Iterable, Mapping, Sequence
 
 from asyncserve.errors import InvariantError
+from asyncserve.loop.cache_log import CacheLog
 
 
 class KVBlock:
@@ -35,10 +36,14 @@ class KVBlock:
 class KVBlockPool:
     """Gives out and takes back the blocks that all groups share."""
 
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
-        """Make a pool of `num_blocks` blocks, the null block included."""
+    def __init__(self, num_blocks: int, num_groups: int, *, cache_log: CacheLog | None = None) -> None:
+        """Make a pool of `num_blocks` blocks, the null block included.
+
+        `cache_log`, if there is one, is told of blocks that cannot be found any more.
+        """
         if num_blocks < 2:
             raise InvariantError(f"a pool of {num_blocks} blocks has none to give out")
+        self._cache_log = cache_log
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         # The null block closes the ring: its `next` is evicted first, its `previous` last.
         self._ring = self._blocks[0]
@@ -81,8 +86,7 @@ class KVBlockPool:
             block = self._ring.next
             self._unlink(block)
             if block.digest is not None:
-                del self._index[block.group_id][block.digest]
-                block.digest = None
+                self._forget(block, block.digest)
             block.ref_count = 1
             block.group_id = group_id
             block_ids.append(block.block_id)
@@ -143,8 +147,12 @@ class KVBlockPool:
         last.next = ring
         ring.previous = last
 
-    def register(self, block_id: int, digest: bytes) -> None:
-        """Note the content of a held block; the first block with that content stays the one found."""
+    def register(self, block_id: int, digest: bytes) -> bool:
+        """Note the content of a held block; the first block with that content stays the one found.
+
+        Returns:
+            Whether it is found from now on, and no block of that content was before.
+        """
         block = self._blocks[block_id]
         if block.ref_count == 0:
             raise InvariantError(f"block {block_id} is registered and nobody holds it")
@@ -152,13 +160,14 @@ class KVBlockPool:
         if digest not in index and block.digest is None:
             index[digest] = block
             block.digest = digest
+            return True
+        return False
 
     def unregister(self, block_id: int) -> None:
         """Forget the content of a block: it is not what its digest says."""
         block = self._blocks[block_id]
         if block.digest is not None:
-            del self._index[block.group_id][block.digest]
-            block.digest = None
+            self._forget(block, block.digest)
             if block.ref_count == 0:
                 self._num_cached[block.group_id] -= 1
 
@@ -214,6 +223,13 @@ class KVBlockPool:
         num_entries = sum(map(len, self._index))
         if num_registered != num_entries:
             raise InvariantError(f"{num_entries} index entries for {num_registered} registered blocks")
+
+    def _forget(self, block: KVBlock, digest: bytes) -> None:
+        """Take a block's digest from it and from the index."""
+        del self._index[block.group_id][digest]
+        block.digest = None
+        if self._cache_log is not None:
+            self._cache_log.removed(block.group_id, digest)
 
     def _link_last(self, block: KVBlock) -> None:
         self._link(block, self._ring.previous, self._ring)
