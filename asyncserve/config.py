@@ -62,8 +62,9 @@ class ServerConfig:
     --enable-chunked-prefill at least the longest prompt."""
     block_size: int = 16
     """Tokens per KV block."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the KV cache; auto takes that of the model."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Data type of the KV cache; auto takes that of the model. fp8 is fp8_e4m3: half the memory of
+    bfloat16, with the checkpoint's scales if it has any."""
     gpu_memory_utilization: float = 0.92
     """Share of the GPU's memory the server may use, in (0, 1]."""
     kv_cache_memory_bytes: int | None = None
@@ -79,6 +80,9 @@ class ServerConfig:
     too."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
+    prefix_caching_hash_seed: str | None = None
+    """Seed of the hashes by which prefixes are known. Replicas, and routers that hash prompts, agree if
+    theirs is the same. Default: the environment variable PYTHONHASHSEED, else 0."""
     enable_chunked_prefill: bool = True
     """Split long prompts over several steps."""
     long_prefill_token_threshold: int = 0
@@ -203,6 +207,10 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector that gets a trace of each request, such as
     http://localhost:4318/v1/traces or grpc://localhost:4317. Needs pip install asyncserve[otel]."""
+    kv_events_config: str | None = None
+    """JSON that says where changes of the prefix cache are published for cache-aware routers, with vLLM's
+    names: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}.
+    Needs pip install asyncserve[kv-events]."""
     trace_steps: str | None = None
     """File that gets a timeline of every step (loop, device thread, device, waiter), for ui.perfetto.dev."""
 

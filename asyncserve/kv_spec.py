@@ -9,8 +9,11 @@ In a group of attention layers it holds `block_len` consecutive positions.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of one element, by dtype name: the dtypes a KV cache can have."""
+
+FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""Those of 8 bits, by the names that options have for them."""
 
 _ANY_LEN = 2**31 - 1
 

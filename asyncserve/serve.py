@@ -27,6 +27,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from asyncserve.allocator import share_one_heap
+from asyncserve.cache_events import CacheEvent
 from asyncserve.checkpoint import Checkpoint, open_checkpoint
 from asyncserve.config import FAULTS_VARIABLE, ServerConfig
 from asyncserve.errors import CheckpointError, ConfigError, DeviceLost, InvalidRequest, StartupError
@@ -40,6 +41,8 @@ from asyncserve.http.file_watch import FileWatch
 from asyncserve.http.live_page.recorder import PipelineRecorder
 from asyncserve.http.open_files import max_connections, raise_limit
 from asyncserve.http.tls import Tls, TlsFiles
+from asyncserve.kv_events.publisher import KVEventPublisher
+from asyncserve.kv_events.settings import read_settings
 from asyncserve.loop.engine import Engine
 from asyncserve.loop.grammar import import_library
 from asyncserve.loop.tokenizer import load_tokenizer
@@ -140,7 +143,11 @@ def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
 
 
 def build_engine(
-    config: ServerConfig, checkpoint: Checkpoint, observer: Observer | None, faults: Faults | None = None
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    observer: Observer | None,
+    faults: Faults | None = None,
+    cache_listener: Callable[[Sequence[CacheEvent]], None] | None = None,
 ) -> Engine:
     """Make the engine with its tokenizer and device side; `Engine.start` loads the model."""
     tokenizer_source = checkpoint
@@ -155,6 +162,9 @@ def build_engine(
     executor = build_executor(config, checkpoint)
     if faults is not None:
         executor, tokenizer = faults.around_executor(executor), faults.around_tokenizer(tokenizer)
+    hash_seed = config.prefix_caching_hash_seed
+    if hash_seed is None:
+        hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     return Engine(
         executor=executor,
         tokenizer=tokenizer,
@@ -169,6 +179,8 @@ def build_engine(
         step_timeout_s=config.step_timeout,
         max_device_restarts=config.max_device_restarts,
         grammar_compile_timeout_s=config.grammar_compile_timeout,
+        hash_seed=hash_seed,
+        cache_listener=cache_listener,
         seed=config.seed,
     )
 
@@ -306,7 +318,9 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     recorder = None if config.disable_live_page else PipelineRecorder(time.monotonic)
     if recorder is not None:
         observer.add(recorder)
-    engine = await asyncio.to_thread(build_engine, config, checkpoint, observer, faults)
+    publisher = await asyncio.to_thread(start_kv_events, config)
+    cache_listener = None if publisher is None else publisher.tell
+    engine = await asyncio.to_thread(build_engine, config, checkpoint, observer, faults, cache_listener)
     cache_config = {
         "block_size": config.block_size,
         "cache_dtype": config.kv_cache_dtype,
@@ -324,6 +338,8 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     )
     registry.register(traffic)
     close_tracing = await asyncio.to_thread(start_tracing, config, observer, registry)
+    if publisher is not None:
+        close_tracing.append(publisher.close)
 
     app = build_http(
         config,
@@ -434,6 +450,22 @@ def start_tracing(
         observer.add(trace)
         closers.append(trace.close)
     return closers
+
+
+def start_kv_events(config: ServerConfig) -> KVEventPublisher | None:
+    """Start what publishes changes of the prefix cache, if the options ask for it.
+
+    Raises:
+        ConfigError: They are wrong, or an address cannot be used.
+    """
+    settings = read_settings(config.kv_events_config)
+    if settings is None:
+        return None
+    if not config.enable_prefix_caching:
+        raise ConfigError("kv_events_config tells of the prefix cache, which enable_prefix_caching turns off")
+    publisher = KVEventPublisher(settings)
+    logger.info("KV events: published on %s, told again on %s", *publisher.endpoints)
+    return publisher
 
 
 async def _collect_when_idle(engine: Engine) -> None:

@@ -12,7 +12,8 @@ and takes times), `replay_server` and `ceiling` (what the client could take at m
 `loadtest.frontend`, `loadtest.parsing` and `loadtest.structured` measure parts of asyncserve on a CPU;
 `loadtest.gpu` measures everything on a GPU, without a server being there: model shapes with random weights;
 `loadtest.kernels`, `loadtest.linears`, `loadtest.attention` and `loadtest.sampling` measure kernels alone;
-`loadtest.accuracy` holds what a model says on a GPU against what it says on a CPU. They share `figures`
-(what is kept, and said of the machine), `server_process` (a server that they start), `metrics_page` (its
-/metrics, read), `model_shapes` (sizes of the models in `shapes/`) and `kernel_benchmark`.
+`loadtest.accuracy` holds what a model says on a GPU against what it says on a CPU, `loadtest.cache_accuracy`
+what it says with a KV cache of fewer bits against what it says with its own. They share `figures` (what is
+kept, and said of the machine), `server_process` (a server that they start), `metrics_page` (its /metrics,
+read), `model_shapes` (sizes of the models in `shapes/`) and `kernel_benchmark`.
 """

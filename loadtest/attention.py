@@ -6,14 +6,14 @@ does between its projections (norms of the heads, rotation, the write of K and V
 and in the one that decode steps take. Prefill: TFLOP/s of the scores and values that causality leaves, beside
 torch's scaled_dot_product_attention (cuDNN's and flash) on the same K and V, contiguous. Times are of calls
 inside a CUDA graph of many, which take their blocks in turn from a pool that exceeds the L2 cache; blocks are
-shuffled. Results of both are compared, too.
+shuffled. Results of both are compared, too. Decode is measured over a cache of 8 bits as well.
 `--tune` times other ways to cut the work than those chosen, and prints the best first, those chosen marked.
 """
 
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ NUM_KV_HEADS = 8
 HEAD_DIM = 128
 """As in every shape: one pool of K and V serves them all."""
 SCALE = HEAD_DIM**-0.5
-TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (1024, 8192)
@@ -75,13 +75,15 @@ class Pool:
     Args:
         num_tokens: How many it holds.
         device: Where.
+        dtype: Of both.
     """
 
-    def __init__(self, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, num_tokens: int, device: torch.device, dtype: torch.dtype = DTYPE) -> None:
         self.device = device
+        self.token_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
         self.num_blocks = num_tokens // BLOCK_LEN
         shape = (self.num_blocks, NUM_KV_HEADS, BLOCK_LEN, HEAD_DIM)
-        self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device=device) for _ in range(2))
+        self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device=device).to(dtype) for _ in range(2))
         self._order = torch.randperm(self.num_blocks, device=device, dtype=torch.int32)
 
     def tables(self, seq_lens: Sequence[int], num_tables: int) -> list[torch.Tensor]:
@@ -101,7 +103,7 @@ class Pool:
     def tokens(self, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of rows of equal length, `[num_rows, num_kv_heads, seq_len, head_dim]`."""
         k, v = (
-            cache[table.long()].transpose(1, 2).flatten(2, 3)[:, :, :seq_len].contiguous()
+            cache[table.long()].to(DTYPE).transpose(1, 2).flatten(2, 3)[:, :, :seq_len].contiguous()
             for cache in (self.keys, self.values)
         )
         return k, v
@@ -121,7 +123,7 @@ class Decode:
         self, pool: Pool, num_heads: int, seq_lens: Sequence[int], *, num_inputs: int | None = None
     ) -> None:
         self._pool = pool
-        self.num_bytes = sum(seq_lens) * TOKEN_BYTES
+        self.num_bytes = sum(seq_lens) * pool.token_bytes
         self.num_inputs = num_inputs or inputs_beyond_cache(self.num_bytes)
         self.tables = pool.tables(seq_lens, self.num_inputs)
         self._lens = torch.tensor(seq_lens, dtype=torch.int32, device=pool.device)
@@ -265,11 +267,41 @@ def decode_cases() -> Iterator[tuple[str, list[int]]]:
         yield f"{batch} x 1 … 2047", mixed_lengths(batch)
 
 
-def new_pool() -> tuple[Pool, int]:
+def new_pool(dtype: torch.dtype = DTYPE) -> tuple[Pool, int]:
     """Return the K and V of the largest case, and how many multiprocessors the device has."""
     torch.manual_seed(0)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    return Pool(max(BATCHES) * max(CONTEXTS), torch.device("cuda")), num_sms
+    return Pool(max(BATCHES) * max(CONTEXTS), torch.device("cuda"), dtype), num_sms
+
+
+def measure_decode(pool: Pool, config: DecodeConfig, shapes: Sequence[Shape], copy: float) -> Iterator[Row]:
+    """Measure decode over one pool, print and yield a row for each case.
+
+    Args:
+        pool: K and V.
+        config: How rows are cut.
+        shapes: Whose heads ask.
+        copy: GB/s of a copy.
+    """
+    dtype = str(pool.keys.dtype).removeprefix("torch.")
+    print(f"{config}\n{f'decode, {dtype}':24}{'rows':>14}{'µs':>9}{'GB/s':>8}{'% of copy':>11}{'error':>9}")
+    for shape, (name, seq_lens) in itertools.product(shapes, decode_cases()):
+        case = Decode(pool, shape.num_heads, seq_lens)
+        us = device_us(case.call(config), case.num_inputs)
+        gbps = case.num_bytes / us / 1e3
+        equal = len(set(seq_lens)) == 1
+        error = case.error(config, seq_lens[0]) if equal else math.nan
+        print(
+            f"{shape.name:24}{name:>14}{us:9.2f}{gbps:8.0f}{100 * gbps / copy:11.1f}{error:9.4f}", flush=True
+        )
+        yield {
+            "decode": name,
+            "shape": shape.name,
+            "cache": dtype,
+            "us": us,
+            "gbps": gbps,
+            "share": gbps / copy,
+        }
 
 
 def measure(copy: float) -> Rows:
@@ -277,18 +309,8 @@ def measure(copy: float) -> Rows:
     pool, num_sms = new_pool()
     rows: Rows = []
     decode = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, num_sms=num_sms)
-    print(f"{decode}\n{'decode':16}{'rows':>14}{'µs':>9}{'GB/s':>8}{'% of copy':>11}{'error':>9}")
     shapes = kernel_shapes()
-    for shape, (name, seq_lens) in itertools.product(shapes, decode_cases()):
-        case = Decode(pool, shape.num_heads, seq_lens)
-        us = device_us(case.call(decode), case.num_inputs)
-        gbps = case.num_bytes / us / 1e3
-        equal = len(set(seq_lens)) == 1
-        error = case.error(decode, seq_lens[0]) if equal else math.nan
-        print(
-            f"{shape.name:16}{name:>14}{us:9.2f}{gbps:8.0f}{100 * gbps / copy:11.1f}{error:9.4f}", flush=True
-        )
-        rows.append({"decode": name, "shape": shape.name, "us": us, "gbps": gbps, "share": gbps / copy})
+    rows += measure_decode(pool, decode, shapes, copy)
     print(f"{'between projections':16}{'rows':>11}{'two launches µs':>17}{'one µs':>9}")
     for shape, batch in itertools.product(shapes, BATCHES):
         case = Decode(pool, shape.num_heads, [CONTEXTS[0]] * batch)
@@ -324,6 +346,9 @@ def measure(copy: float) -> Rows:
             f"{shape.name:16}{name:>14}{us:9.1f}{paged:9.0f}{cudnn:8.0f}{flash:8.0f}{error:9.4f}", flush=True
         )
         rows.append({"prefill": name, "shape": shape.name, "us": us, "tflops": rates})
+    for dtype in FP8_DTYPES:
+        pool, _ = new_pool(dtype)
+        rows += measure_decode(pool, decode, shapes, copy)
     return rows
 
 
@@ -342,9 +367,10 @@ def tuned_config(tile: Sequence[int], batch: int, num_splits: int) -> DecodeConf
 def compile_tile(way: tuple[str, int, tuple[int, ...]]) -> None:
     """Launch decode or prefill once on one short row: (which, query heads, tile)."""
     which, num_heads, tile = way
-    pool = Pool(4 * BLOCK_LEN, torch.device("cuda"))
+    dtype = FP8_DTYPES[0] if which == "decode of 8 bits" else DTYPE
+    pool = Pool(4 * BLOCK_LEN, torch.device("cuda"), dtype)
     try:
-        if which == "decode":
+        if which != "prefill":
             Decode(pool, num_heads, [BLOCK_LEN], num_inputs=1).call(tuned_config(tile, 1, 1))(0)
         else:
             Prefill(pool, num_heads, 1, BLOCK_LEN, 0).call(PrefillConfig(**prefill_sizes(tile)))(0)
@@ -375,24 +401,19 @@ def tune() -> Rows:
         compile_tile,
         [
             *(("prefill", first, tile) for tile in PREFILL_TILES),
-            *(("decode", num_heads, tile) for num_heads in (first, second) for tile in DECODE_TILES),
+            *(
+                (which, num_heads, tile)
+                for which in ("decode", "decode of 8 bits")
+                for num_heads in (first, second)
+                for tile in DECODE_TILES
+            ),
         ],
     )
     pool, num_sms = new_pool()
     chosen = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, num_sms=num_sms)
     rows: Rows = []
-    for shape, name, seq_lens in tuned_decode_cases():
-        batch = len(seq_lens)
-        decode = Decode(pool, shape.num_heads, seq_lens)
-        ways = {
-            f"tile {tile[0]} warps {tile[1]} stages {tile[2]} splits {num_splits}": decode.call(
-                tuned_config(tile, batch, num_splits)
-            )
-            for tile, num_splits in itertools.product(DECODE_TILES, TUNED_SPLITS[batch])
-        }
-        splits = count_splits(batch, NUM_KV_HEADS, chosen)
-        ways[f"{chosen}: splits {splits}, chosen"] = decode.call(chosen)
-        rows.append(rank(f"decode {name} {shape.name}", ways, decode.num_inputs))
+    rows += tune_decode(pool, tuned_decode_cases(), chosen)
+    rows += tune_decode(new_pool(FP8_DTYPES[0])[0], tuned_decode_cases(), chosen)
     suits = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
     for num_rows, num_queries, num_cached in PROMPTS[:3]:
         prefill = Prefill(pool, first, num_rows, num_queries, num_cached)
@@ -405,6 +426,25 @@ def tune() -> Rows:
             )
         rows.append(rank(f"prefill {num_rows} x {num_queries}", ways, 1))
     return rows
+
+
+def tune_decode(
+    pool: Pool, cases: Iterable[tuple[Shape, str, list[int]]], chosen: DecodeConfig
+) -> Iterator[Row]:
+    """Time other ways to cut decode rows over one pool; yield a row for each case."""
+    dtype = str(pool.keys.dtype).removeprefix("torch.")
+    for shape, name, seq_lens in cases:
+        batch = len(seq_lens)
+        decode = Decode(pool, shape.num_heads, seq_lens)
+        ways = {
+            f"tile {tile[0]} warps {tile[1]} stages {tile[2]} splits {num_splits}": decode.call(
+                tuned_config(tile, batch, num_splits)
+            )
+            for tile, num_splits in itertools.product(DECODE_TILES, TUNED_SPLITS[batch])
+        }
+        splits = count_splits(batch, NUM_KV_HEADS, chosen)
+        ways[f"{chosen}: splits {splits}, chosen"] = decode.call(chosen)
+        yield rank(f"decode {name} {shape.name} {dtype}", ways, decode.num_inputs)
 
 
 def rank(name: str, ways: dict[str, Call], num_inputs: int) -> Row:

@@ -1,10 +1,10 @@
 """How full the KV cache's blocks are, and what sequences of one request save by sharing them.
 
-`python -m loadtest.kv_use [MODEL]`, run in the repository's root. A scheduler is driven step by step without a
+`python -m loadtest.kv_use [MODEL]`, run in the repository's root. A scheduler is driven step by step, without a
 clock: so many requests run at once, and each that ends is followed by the next. The lengths of prompts and
-outputs are drawn from log-normal distributions with the means of the data sets in the paper on PagedAttention
-(arXiv 2309.06180, figure 11): ShareGPT, long and even, and Alpaca, short prompts. Over all steps between the
-first end of a request and the last beginning it reports
+outputs are drawn from log-normal distributions with the means of the data sets of the PagedAttention paper
+(arXiv 2309.06180, figure 11), ShareGPT and Alpaca, and from both in turn. Over all steps between the first
+end of a request and the last beginning it reports
 
 * used: tokens held, by slots of the blocks that are held;
 * saved: blocks that sequences would hold beyond those held if they shared none, by that sum;
@@ -49,20 +49,20 @@ class Mix:
 
     Args:
         name: For people.
-        prompt_len: Mean of the prompts, in tokens.
-        output_len: Mean of the outputs.
+        lens: Means of prompt and output, in tokens: one such pair for each request.
     """
 
     name: str
-    prompt_len: float
-    output_len: float
+    lens: tuple[tuple[float, float], ...]
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """Return lengths of a prompt and of its output."""
-        return _draw(rng, self.prompt_len), _draw(rng, self.output_len)
+        prompt_len, output_len = rng.choice(self.lens)
+        return _draw(rng, prompt_len), _draw(rng, output_len)
 
 
-MIXES = (Mix("sharegpt", 161.31, 337.99), Mix("alpaca", 19.31, 58.45))
+SHAREGPT, ALPACA = (161.31, 337.99), (19.31, 58.45)
+MIXES = (Mix("sharegpt", (SHAREGPT,)), Mix("alpaca", (ALPACA,)), Mix("both", (SHAREGPT, ALPACA)))
 
 
 def _draw(rng: random.Random, mean: float) -> int:
@@ -144,10 +144,9 @@ class Use:
         """Return the figures as a row of a table."""
         prompt_len, output_len = (sum(lens) / len(lens) for lens in zip(*self.lens, strict=True))
         whole = self.used + self.saved
-        return (
-            f"| {mix.name} | {prompt_len:.0f} / {output_len:.0f} | {kind} {n} | {self.num_steps:,} |"
-            f" {1 - self.unused / self.slots:.1%} | {self.saved / whole:.1%} | {self.could_save / whole:.1%} |"
-        )
+        shares = (1 - self.unused / self.slots, self.saved / whole, self.could_save / whole)
+        cells = [mix.name, f"{prompt_len:.0f} / {output_len:.0f}", f"{kind} {n}", f"{self.num_steps:,}"]
+        return f"| {' | '.join(cells + [f'{share:.1%}' for share in shares])} |"
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from asyncserve.checkpoint import read_json
 
 SHAPES = Path(__file__).parent / "shapes"
 BYTES_PER_VALUE = 2
-"""Of weights and KV cache: bfloat16."""
+"""Of weights, and of the KV cache unless told: bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +77,21 @@ class Shape:
         """Bytes of the matrices that every step reads: the layers' and the output matrix, no embedding."""
         return BYTES_PER_VALUE * (self.linear_params + self.hidden_size * self.vocab_size)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self, bytes_per_value: int = BYTES_PER_VALUE) -> int:
         """Bytes of K and V that one position takes, all layers together."""
-        return 2 * BYTES_PER_VALUE * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * bytes_per_value * self.num_layers * self.num_kv_heads * self.head_dim
 
-    def step_bytes(self, batch: int, context_len: float) -> float:
+    def step_bytes(
+        self, batch: int, context_len: float, *, bytes_per_kv_value: int = BYTES_PER_VALUE
+    ) -> float:
         """Return the bytes that a decode step must read: weights once, K and V of every row once.
 
         Args:
             batch: Rows.
             context_len: Mean positions a row attends to.
+            bytes_per_kv_value: Of the KV cache.
         """
-        return self.weight_bytes + batch * context_len * self.kv_bytes_per_token
+        return self.weight_bytes + batch * context_len * self.kv_bytes_per_token(bytes_per_kv_value)
 
 
 def known_shapes(names: Sequence[str] = ()) -> list[Shape]:

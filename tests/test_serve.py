@@ -11,7 +11,13 @@ from asyncserve.config import ServerConfig
 from asyncserve.errors import CheckpointError, ConfigError
 from asyncserve.metrics.exposition import new_registry
 from asyncserve.observer import ObserverGroup
-from asyncserve.serve import CPU_LIBRARIES, build_executor, default_sampling, start_tracing
+from asyncserve.serve import (
+    CPU_LIBRARIES,
+    build_executor,
+    default_sampling,
+    start_kv_events,
+    start_tracing,
+)
 from tests.gpu.test_startup import dummy_checkpoint
 
 
@@ -96,3 +102,14 @@ def test_a_timeline_that_cannot_be_written_stops_the_start(tmp_path: Path) -> No
     config = ServerConfig(model="m", trace_steps=str(tmp_path / "nowhere" / "steps.json"))
     with pytest.raises(ConfigError, match=r"trace_steps: cannot write .*No such file"):
         start_tracing(config, ObserverGroup(), new_registry())
+
+
+def test_kv_events_are_published_where_the_option_says_and_only_then(tmp_path: Path) -> None:
+    assert start_kv_events(ServerConfig(model="m")) is None
+    text = json.dumps({"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"})
+    publisher = start_kv_events(ServerConfig(model="m", kv_events_config=text))
+    assert publisher is not None
+    assert publisher.endpoints == (f"ipc://{tmp_path}/events", None)
+    publisher.close()
+    with pytest.raises(ConfigError, match="enable_prefix_caching turns off"):
+        start_kv_events(ServerConfig(model="m", kv_events_config=text, enable_prefix_caching=False))

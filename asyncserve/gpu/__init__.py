@@ -13,6 +13,7 @@ batch.py         the step's tensors, each with shape and dtype; made from the pl
 staging.py       one packed host-to-device copy a step; the ring its tokens come back through
 host_blocks.py   blocks in the host's memory, and the copies to it and from it
 kv_cache.py      the paged K and V of every layer
+kv_scales.py     what the values of an 8-bit KV cache are multiplied by
 models/          one architecture a file
 layers/          what models are made of
 attention/       the seam of paged attention and its backends

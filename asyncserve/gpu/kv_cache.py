@@ -13,12 +13,13 @@ unwritten of a new block (`zero_blocks`).
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from asyncserve.errors import InvariantError
+from asyncserve.gpu.kv_scales import KVScales, as_bytes, as_cached
 from asyncserve.kv_spec import FullAttention, KVGroup, KVSpec, RecurrentState
 
 _COPY_BYTES = 64 * 1024 * 1024
@@ -34,6 +35,7 @@ class KVCache:
         groups: Sized (`num_blocks` above 1, the same in all); together they name every layer exactly once.
             Blocks take the same bytes in a layer of each group.
         device: Where the tensors live.
+        scales: By layer id, what an 8-bit cache's values are multiplied by; a layer left out has none.
 
     Attributes:
         groups: As given.
@@ -41,9 +43,16 @@ class KVCache:
             contiguous. Of a layer that keeps a state: `[num_blocks, bytes] uint8`, one half of its pages.
         values: As `keys`.
         group_of_layer: per layer, the id of its group.
+        scales: per layer, on the device; None for 1.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], *, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        *,
+        device: torch.device,
+        scales: Mapping[int, KVScales] | None = None,
+    ) -> None:
         self.groups = tuple(groups)
         sizes = {(group.num_blocks, group.spec.bytes_per_block) for group in groups}
         if len(sizes) != 1:
@@ -61,6 +70,10 @@ class KVCache:
         self.keys = [layers[layer_id][0] for layer_id in range(len(layers))]
         self.values = [layers[layer_id][1] for layer_id in range(len(layers))]
         self.group_of_layer = [layers[layer_id][2] for layer_id in range(len(layers))]
+        self.scales: list[KVScales | None] = [None] * len(layers)
+        for layer_id, of_layer in (scales or {}).items():
+            assert self.keys[layer_id].dtype.itemsize == 1, "wider dtypes need no scales"
+            self.scales[layer_id] = KVScales(*(scale.to(device) for scale in of_layer))
 
     @property
     def pages(self) -> torch.Tensor:
@@ -84,10 +97,18 @@ class KVCache:
         """
         keys, values = self.keys[layer_id], self.values[layer_id]
         head_dim = keys.shape[-1]
-        k, v = k.to(keys.dtype), v.to(values.dtype)
-        keys.view(-1, head_dim).index_copy_(0, rows, k.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, rows, v.reshape(-1, head_dim))
+        k, v = self.held(layer_id, k, v)
+        for cache, fresh in ((keys, k), (values, v)):
+            as_bytes(cache).view(-1, head_dim).index_copy_(0, rows, as_bytes(fresh.reshape(-1, head_dim)))
         return k, v
+
+    def held(self, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a step's K and V as one layer's cache holds them; shapes as of `write`."""
+        k_scale, v_scale = self.scales[layer_id] or (None, None)
+        return (
+            as_cached(k, self.keys[layer_id].dtype, k_scale),
+            as_cached(v, self.values[layer_id].dtype, v_scale),
+        )
 
     def zero_blocks(self, block_ids: torch.Tensor) -> None:
         """Zero whole blocks, in every storage.
@@ -95,7 +116,7 @@ class KVCache:
         Args:
             block_ids: `[num] int64`, on the cache's device.
         """
-        self._storages.index_fill_(2, block_ids, 0)
+        as_bytes(self._storages).index_fill_(2, block_ids, 0)
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Give whole blocks the content of others, in every storage; as if all at once: blocks may swap.

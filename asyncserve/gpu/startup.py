@@ -24,6 +24,8 @@ from asyncserve.gpu.device import Device, host_memory, open_device
 from asyncserve.gpu.graphs import decode_sizes, mixed_sizes
 from asyncserve.gpu.host_blocks import staging_bytes
 from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.kv_scales import KVScales
+from asyncserve.gpu.layers.loading import kv_scales
 from asyncserve.gpu.layers.rotary import read_rope_parameters
 from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.models.registry import load_model_class
@@ -33,6 +35,7 @@ from asyncserve.gpu.staging import RESULT_ROWS
 from asyncserve.gpu.weights import initialize_dummy, read_weights
 from asyncserve.kv_spec import (
     DTYPE_BYTES,
+    FP8_DTYPES,
     FullAttention,
     KVGroup,
     KVSpec,
@@ -93,7 +96,7 @@ def start_runner(
     Args:
         checkpoint: The model.
         device: auto, cuda, cuda:N or cpu.
-        dtype: Of weights and activations: auto or a key of `DTYPE_BYTES`.
+        dtype: Of weights and activations: auto or a key of `DTYPE_BYTES` of at least 16 bits.
         load_format: auto (what the checkpoint holds) or dummy (random weights).
         max_model_len: Most tokens of a sequence; None for what the model was trained for, cut to what the
             KV cache holds.
@@ -101,7 +104,7 @@ def start_runner(
         max_num_batched_tokens: Most tokens of a step, at least `max_num_seqs`; None for 8192 on a GPU, 512 on
             a CPU, or what the other options need if that is more.
         block_len: Tokens per KV block.
-        kv_cache_dtype: auto (that of the model) or a key of `DTYPE_BYTES`.
+        kv_cache_dtype: auto (that of the model), as `dtype`, or a key of `FP8_DTYPES`.
         gpu_memory_utilization: Share of a GPU's memory to use, in (0, 1].
         kv_cache_memory_bytes: Size of the KV cache instead of measuring what is left.
         num_gpu_blocks_override: Number of KV blocks, the null block included, instead of computing it.
@@ -127,7 +130,7 @@ def start_runner(
     opened.activate()
     is_gpu = opened.is_async
     dtype = choose_dtype(dtype, checkpoint.config, opened)
-    kv_dtype = dtype if kv_cache_dtype == "auto" else _known_dtype("kv_cache_dtype", kv_cache_dtype)
+    kv_dtype = dtype if kv_cache_dtype == "auto" else choose_kv_dtype(kv_cache_dtype)
     token_budget = max_num_batched_tokens
     num_slots = max_num_seqs
     if num_slots is None:
@@ -164,13 +167,18 @@ def start_runner(
         )
 
     asked_sizes = decode_sizes(num_slots, graph_sizes or None) + mixed_sizes(num_slots, token_budget)
-    model, weights_bytes = _load_model(checkpoint, opened, dtype=dtype, load_format=load_format, seed=seed)
+    model, weights_bytes, scales = _load_model(
+        checkpoint, opened, dtype=dtype, load_format=load_format, seed=seed
+    )
     specs = model.kv_specs(block_len=block_len, dtype=kv_dtype)
     groups = group_layers(specs, max_model_len=wanted_len)
     attention = load_attention(attention_backend, groups, opened.torch_device)
     num_host_blocks, num_swap_blocks = host_blocks_for(
         pool_bytes_per_block(groups), swap_space_gib=swap_space_gib, kv_offloading_gib=kv_offloading_gib
     )
+    if scales and DTYPE_BYTES[kv_dtype] > 1:
+        logger.info("the checkpoint has scales for an 8-bit KV cache, which --kv-cache-dtype fp8 uses")
+        scales = {}
 
     on_device = is_gpu and not attention.reads_unwritten
     sizes = asked_sizes if on_device and not enforce_eager else []
@@ -179,7 +187,7 @@ def start_runner(
         return ModelRunner(
             model=model,
             device=opened,
-            kv_cache=KVCache(sized, device=opened.torch_device),
+            kv_cache=KVCache(sized, device=opened.torch_device, scales=scales),
             attention=attention,
             sampler=Sampler(num_slots, model.vocab_size, model_len, opened.torch_device),
             num_slots=num_slots,
@@ -253,7 +261,7 @@ def start_runner(
     memory = opened.memory()
     logger.info(
         "ready on %s in %.1f s: weights %.0f MiB (%s), activations and rows %s%s, KV cache "
-        "%.0f MiB (%s) = %d blocks of %s, for sequences of up to %d; %.0f of %.0f MiB free",
+        "%.0f MiB (%s) of %s%s = %d blocks of %s, for sequences of up to %d; %.0f of %.0f MiB free",
         opened.name,
         time.perf_counter() - began_s,
         weights_bytes / _MIB,
@@ -262,6 +270,8 @@ def start_runner(
         graphs,
         num_blocks * pool_bytes_per_block(groups) / _MIB,
         reason,
+        kv_dtype,
+        f" with scales of {len(scales)} layers" if scales else "",
         num_blocks - 1,
         _describe_groups(groups),
         model_len,
@@ -288,9 +298,22 @@ def choose_dtype(asked: str, config: Mapping[str, Any], device: Device) -> str:
     return "float16" if stored == "float16" or not device.has_fast_bfloat16 else "bfloat16"
 
 
-def _known_dtype(option: str, name: str) -> str:
-    if name not in DTYPE_BYTES:
-        raise ConfigError(f"{option} is {name!r}; it must be auto, {', '.join(DTYPE_BYTES)}")
+def choose_kv_dtype(asked: str) -> str:
+    """Return the dtype of the KV cache, a key of `DTYPE_BYTES`.
+
+    Args:
+        asked: Not auto.
+
+    Raises:
+        ConfigError: Unknown name.
+    """
+    return FP8_DTYPES.get(asked) or _known_dtype("kv_cache_dtype", asked, *FP8_DTYPES)
+
+
+def _known_dtype(option: str, name: str, *others: str) -> str:
+    known = [each for each, num_bytes in DTYPE_BYTES.items() if num_bytes > 1]
+    if name not in known:
+        raise ConfigError(f"{option} is {name!r}; it must be auto, {', '.join((*known, *others))}")
     return name
 
 
@@ -567,8 +590,12 @@ def fit_model_len(
 
 def _load_model(
     checkpoint: Checkpoint, device: Device, *, dtype: str, load_format: str, seed: int
-) -> tuple[Model, int]:
-    """Build on meta, give the parameters memory, fill them; return the model and its weights' bytes."""
+) -> tuple[Model, int, dict[int, KVScales]]:
+    """Build on meta, give the parameters memory, fill them.
+
+    Returns:
+        The model, its weights' bytes, and what the checkpoint says of scales of an 8-bit KV cache.
+    """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format is {load_format!r}; it must be auto or dummy")
     model_class = load_model_class(checkpoint.architecture)
@@ -589,7 +616,7 @@ def _load_model(
     with device.lasting_memory():
         model.finish_loading()
     model.eval()
-    return model, weights_bytes
+    return model, weights_bytes, kv_scales(model)
 
 
 def profile(

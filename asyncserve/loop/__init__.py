@@ -31,6 +31,7 @@ Files in the order a request meets them:
 * host_tier: blocks in the host's memory, of preempted sequences and of evicted prefixes
 * swap_cost: whether a preempted sequence comes back cheaper from there or computed again
 * kv_pool: the blocks that all groups share: reference counts, free list in eviction order, prefix index
+* cache_log: what becomes of the prefix cache, for who publishes it
 * prefix_hash: chained hash of a block's tokens
 * best_of: more continuations than are given, and the best of them
 * detokenizer: token ids to text, incrementally

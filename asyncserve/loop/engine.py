@@ -15,10 +15,12 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
+from asyncserve.cache_events import CacheEvent
 from asyncserve.errors import AsyncserveError, DeadlineExceeded, EngineStopped, InvalidRequest, NotReady
 from asyncserve.loop.active_request import ActiveRequest
 from asyncserve.loop.admission import Admission, estimated_len
 from asyncserve.loop.best_of import BestOfSink, with_scores
+from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.channel import ChannelClosed
 from asyncserve.loop.detokenizer import Detokenizer
 from asyncserve.loop.grammar import XGrammarCompiler
@@ -60,6 +62,8 @@ class Engine:
         seed: Of the seeds drawn for requests that bring none.
         num_tokenizer_threads: Threads that encode prompts; one more encodes those above 64 K characters.
         loop_lag_interval_s: Seconds between two measurements of the event loop's lateness.
+        hash_seed: Of the digests by which prefixes are known; replicas of one seed have the same.
+        cache_listener: Is told what becomes of the prefix cache, once a step at most; must return at once.
         clock: Monotonic seconds.
     """
 
@@ -83,6 +87,8 @@ class Engine:
         seed: int = 0,
         num_tokenizer_threads: int = 2,
         loop_lag_interval_s: float = 1.0,
+        hash_seed: str = "0",
+        cache_listener: Callable[[Sequence[CacheEvent]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -109,6 +115,8 @@ class Engine:
         self._seeds = random.Random(seed)
         self._num_tokenizer_threads = num_tokenizer_threads
         self._loop_lag_interval_s = loop_lag_interval_s
+        self._hash_seed = hash_seed
+        self._cache_log = None if cache_listener is None else CacheLog(cache_listener)
         self._clock = clock
 
         self._has_been_started = False
@@ -150,6 +158,8 @@ class Engine:
             enable_chunked_prefill=self._enable_chunked_prefill,
             long_prefill_token_threshold=self._long_prefill_token_threshold,
             async_scheduling=self._async_scheduling,
+            hash_seed=self._hash_seed,
+            cache_log=self._cache_log,
         )
         self._info = info
         self._admission = Admission(
@@ -177,6 +187,7 @@ class Engine:
             requests_capacity=max(1, self._bounds.max_sequences),
             num_tokenizer_threads=self._num_tokenizer_threads,
             loop_lag_interval_s=self._loop_lag_interval_s,
+            cache_log=self._cache_log,
         )
         self._stages = asyncio.create_task(self._pipeline.run(), name="pipeline")
         self._supervisor = asyncio.create_task(

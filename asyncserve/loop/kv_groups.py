@@ -22,12 +22,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 from asyncserve.errors import ConfigError, InvariantError
 from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow, longest_held
+from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.host_tier import BlockToSwap, HostTier
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.observer import KVGroupStatistics
 from asyncserve.step import BlockCopy, BlockTransfer, StepPlan
+
+_LEAST_HASHED = 64
+"""Aligned blocks of a prompt that are hashed at once: 0.1 ms."""
 
 NULL_BLOCK = 0
 """Stands in a table where a sequence holds nothing."""
@@ -139,6 +143,8 @@ class KVAllocator:
         chunk_len: Most positions that a step computes of one sequence.
         max_unapplied: Steps that may be in flight.
         host_tier: Keeps what the pool evicts, and preempted sequences; None for no such thing.
+        hash_seed: Of the digests.
+        cache_log: Is told what becomes of the prefix cache; None: nobody wants to know.
 
     Attributes:
         block_len: Positions of a digest: every group's block length is a multiple of it.
@@ -156,15 +162,22 @@ class KVAllocator:
         chunk_len: int,
         max_unapplied: int = 2,
         host_tier: HostTier | None = None,
+        hash_seed: str = "0",
+        cache_log: CacheLog | None = None,
     ) -> None:
         sizes = {group.num_blocks for group in groups}
         if len(sizes) != 1:
             raise ConfigError(f"KV groups share one pool, but they speak of {sorted(sizes)} blocks")
         (num_blocks,) = sizes
         self.num_groups = len(groups)
+        self._root_digest = root_digest(hash_seed)
+        self._cache_log = cache_log
         self._host_tier = host_tier
         self.pool = KVBlockPool(
-            num_blocks, len(groups), note_evicted=None if host_tier is None else host_tier.keep_evicted
+            num_blocks,
+            len(groups),
+            note_evicted=None if host_tier is None else host_tier.keep_evicted,
+            cache_log=cache_log,
         )
         block_lens = [
             group.spec.block_len for group in groups if not isinstance(group.spec, RecurrentState)
@@ -233,8 +246,11 @@ class KVAllocator:
         digests = sequence.block_digests
         if len(digests) >= num_blocks:
             return
-        parent = digests[-1] if digests else root_digest(sequence.tokenized.request.cache_salt)
         token_ids, block_len = sequence.token_ids, self.block_len
+        if not digests:
+            cache_salt = sequence.tokenized.request.cache_salt
+            digests.append(block_digest(self._root_digest, token_ids[:block_len], cache_salt))
+        parent = digests[-1]
         for start in range(len(digests) * block_len, num_blocks * block_len, block_len):
             parent = block_digest(parent, token_ids[start : start + block_len])
             digests.append(parent)
@@ -269,8 +285,7 @@ class KVAllocator:
         matches: list[list[int]] = [[] for _ in self._managers]
         if max_blocks == 0:
             return matches
-        self.hash_blocks(sequence, max_blocks)
-        max_len = max_blocks * self.block_len
+        max_len = self._hash_while_found(sequence, max_blocks) * self.block_len
         # A group that finds less shortens the hit for all; until none does. Full attention comes first to
         # its end: each prefix of a match is one. That of a window may be none, so it looks again.
         is_shorter = True
@@ -284,6 +299,28 @@ class KVAllocator:
                     max_len = len(match) * manager.block_len
                     is_shorter = True
         return matches
+
+    def _hash_while_found(self, sequence: SequenceState, max_blocks: int) -> int:
+        """Compute the digests that `match_prefix` may need, and return of how many blocks.
+
+        Behind a block that full attention lacks there is no match: of a long prompt that nobody has asked
+        before, most is hashed when it is computed, chunk by chunk, and not when it comes.
+        """
+        for manager in self._managers:
+            if type(manager) is FullAttentionManager:
+                break
+        else:
+            self.hash_blocks(sequence, max_blocks)
+            return max_blocks
+        num_blocks = _LEAST_HASHED * self._align_len // self.block_len
+        while num_blocks < max_blocks:
+            self.hash_blocks(sequence, num_blocks)
+            hashed_len = num_blocks * self.block_len
+            if len(manager.match(sequence.block_digests, hashed_len)) * manager.block_len < hashed_len:
+                return num_blocks
+            num_blocks *= 2
+        self.hash_blocks(sequence, max_blocks)
+        return max_blocks
 
     def matched_len(self, sequence: SequenceState, matches: Sequence[list[int]]) -> int:
         """Return how many positions of a sequence the matches of all groups hold."""
@@ -499,11 +536,42 @@ class KVAllocator:
         for manager in self._managers:
             block_ids = sequence.block_table.block_ids[manager.group_id]
             step = manager.digests_per_block
+            new = []
             for block_idx in range(num_registered // step, num_full // step):
                 block_id = block_ids[block_idx]
-                if block_id != NULL_BLOCK:
-                    self.pool.register(block_id, sequence.block_digests[(block_idx + 1) * step - 1])
+                if block_id != NULL_BLOCK and self.pool.register(
+                    block_id, sequence.block_digests[(block_idx + 1) * step - 1]
+                ):
+                    new.append(block_idx)
+            if new and self._cache_log is not None:
+                self._log_stored(self._cache_log, manager, sequence, new)
         sequence.num_registered_blocks = num_full
+
+    def _log_stored(
+        self,
+        cache_log: CacheLog,
+        manager: FullAttentionManager,
+        sequence: SequenceState,
+        block_idxs: Sequence[int],
+    ) -> None:
+        """Log blocks of a sequence that have become findable, runs of consecutive ones together."""
+        step, block_len, digests = manager.digests_per_block, manager.block_len, sequence.block_digests
+        window_len = manager.spec.window_len if isinstance(manager.spec, SlidingWindow) else None
+        begin = 0
+        for end in range(1, len(block_idxs) + 1):
+            if end < len(block_idxs) and block_idxs[end] == block_idxs[end - 1] + 1:
+                continue
+            first, last = block_idxs[begin], block_idxs[end - 1] + 1
+            begin = end
+            cache_log.stored(
+                manager.group_id,
+                block_len=block_len,
+                window_len=window_len,
+                parent=digests[first * step - 1] if first else None,
+                digests=digests[(first + 1) * step - 1 : last * step : step],
+                token_ids=sequence.token_ids[first * block_len : last * block_len],
+                cache_salt=None if first else sequence.tokenized.request.cache_salt,
+            )
 
     def invalidate(self, sequence: SequenceState, start: int, step_id: int) -> set[int]:
         """Make the sequence's blocks from position `start` on unfindable: what they hold is wrong.

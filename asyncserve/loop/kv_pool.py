@@ -16,6 +16,7 @@ Invariants (`check`):
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asyncserve.errors import InvariantError
+from asyncserve.loop.cache_log import CacheLog
 
 
 class KVBlock:
@@ -41,14 +42,17 @@ class KVBlockPool:
         num_groups: int,
         *,
         note_evicted: Callable[[int, bytes, int], object] | None = None,
+        cache_log: CacheLog | None = None,
     ) -> None:
         """Make a pool of `num_blocks` blocks, the null block included.
 
-        `note_evicted` is called with a cached block that is being given out anew, its digest and its group.
+        `note_evicted` is called with a cached block that is being given out anew, its digest and its group;
+        `cache_log`, if there is one, is told of blocks that cannot be found any more.
         """
         if num_blocks < 2:
             raise InvariantError(f"a pool of {num_blocks} blocks has none to give out")
         self._note_evicted = note_evicted
+        self._cache_log = cache_log
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         # The null block closes the ring: its `next` is evicted first, its `previous` last.
         self._ring = self._blocks[0]
@@ -99,8 +103,7 @@ class KVBlockPool:
             if block.digest is not None:
                 if self._note_evicted is not None:
                     self._note_evicted(block.block_id, block.digest, block.group_id)
-                del self._index[block.group_id][block.digest]
-                block.digest = None
+                self._forget(block, block.digest)
             block.ref_count = 1
             block.group_id = group_id
             block_ids.append(block.block_id)
@@ -171,8 +174,12 @@ class KVBlockPool:
         last.next = ring
         ring.previous = last
 
-    def register(self, block_id: int, digest: bytes) -> None:
-        """Note the content of a held block; the first block with that content stays the one found."""
+    def register(self, block_id: int, digest: bytes) -> bool:
+        """Note the content of a held block; the first block with that content stays the one found.
+
+        Returns:
+            Whether it is found from now on, and no block of that content was before.
+        """
         block = self._blocks[block_id]
         if block.ref_count == 0:
             raise InvariantError(f"block {block_id} is registered and nobody holds it")
@@ -180,13 +187,14 @@ class KVBlockPool:
         if digest not in index and block.digest is None:
             index[digest] = block
             block.digest = digest
+            return True
+        return False
 
     def unregister(self, block_id: int) -> None:
         """Forget the content of a block: it is not what its digest says."""
         block = self._blocks[block_id]
         if block.digest is not None:
-            del self._index[block.group_id][block.digest]
-            block.digest = None
+            self._forget(block, block.digest)
             if block.ref_count == 0:
                 self._num_cached[block.group_id] -= 1
 
@@ -245,6 +253,13 @@ class KVBlockPool:
         num_entries = sum(map(len, self._index))
         if num_registered != num_entries:
             raise InvariantError(f"{num_entries} index entries for {num_registered} registered blocks")
+
+    def _forget(self, block: KVBlock, digest: bytes) -> None:
+        """Take a block's digest from it and from the index."""
+        del self._index[block.group_id][digest]
+        block.digest = None
+        if self._cache_log is not None:
+            self._cache_log.removed(block.group_id, digest)
 
     def _link_last(self, block: KVBlock) -> None:
         self._link(block, self._ring.previous, self._ring)

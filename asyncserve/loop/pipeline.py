@@ -32,6 +32,7 @@ from asyncserve.errors import (
 from asyncserve.futures import ignore_outcome
 from asyncserve.loop.active_request import ActiveRequest, ActiveSequence
 from asyncserve.loop.admission import Admission
+from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.channel import Channel, first_ready
 from asyncserve.loop.deadlines import Deadlines
 from asyncserve.loop.detokenizer import Detokenizer
@@ -103,6 +104,7 @@ class Pipeline:
         num_tokenizer_threads: Threads that encode prompts; one more encodes long ones (`is_long`), which
             would hold up the others for seconds.
         loop_lag_interval_s: Seconds between two measurements of the loop's lateness.
+        cache_log: Is flushed once a turn, if there is one.
     """
 
     def __init__(
@@ -121,7 +123,9 @@ class Pipeline:
         requests_capacity: int,
         num_tokenizer_threads: int,
         loop_lag_interval_s: float,
+        cache_log: CacheLog | None = None,
     ) -> None:
+        self._cache_log = cache_log
         self._executor = executor
         self._scheduler = scheduler
         self._intake = Intake(
@@ -354,6 +358,8 @@ class Pipeline:
                 if len(plan.admitted) >= STARTED_PER_TURN:
                     await asyncio.sleep(0)  # that was this iteration's share of the loop's time
                     began_s = self._clock()
+            if self._cache_log is not None:
+                self._cache_log.flush()
             # Only now, with the device supplied, is it time for the outputs.
             for step in steps:
                 await applied.put(step)

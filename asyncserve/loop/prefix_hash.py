@@ -1,20 +1,42 @@
 """Chained hash of a sequence's blocks: what makes two blocks the same block.
 
 The digest of a block covers its tokens and, through its parent's digest, every token before them, so equal
-digests mean equal prefixes. The chain starts from a digest of the cache salt: sequences with different salts
+digests mean equal prefixes. The first block's covers the cache salt, too: sequences with different salts
 share nothing. SHA-256, because a collision would show one client another's conversation.
+
+A digest is of `(parent, token ids, extra keys)` in canonical CBOR (RFC 8949, 4.2.1), and the first parent is
+one of the seed: what vLLM computes as `sha256_cbor`, so that replicas, and routers that hash prompts
+themselves, agree if their seeds do.
 """
 
 from array import array
 from hashlib import sha256
 
-
-def root_digest(cache_salt: str | None) -> bytes:
-    """Return the parent digest of a sequence's first block."""
-    salt = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
-    return sha256(b"asyncserve:" + salt).digest()
+import cbor2
 
 
-def block_digest(parent: bytes, token_ids: "array[int]") -> bytes:
-    """Return the digest of the block that holds `token_ids` and follows the block `parent`."""
-    return sha256(parent + token_ids.tobytes()).digest()
+def root_digest(seed: str) -> bytes:
+    """Return the parent digest of every sequence's first block."""
+    return sha256(cbor2.dumps(seed)).digest()
+
+
+def block_digest(parent: bytes, token_ids: "array[int]", cache_salt: str | None = None) -> bytes:
+    """Return the digest of a block.
+
+    Args:
+        parent: Of the block before it, or `root_digest`.
+        token_ids: What it holds.
+        cache_salt: Of the sequence, if the block is its first.
+    """
+    extra_keys = None if cache_salt is None else (_salt_key(cache_salt),)
+    # Integers, byte strings and arrays have one encoding each, unless asked otherwise.
+    return sha256(cbor2.dumps((parent, token_ids.tolist(), extra_keys))).digest()
+
+
+def _salt_key(cache_salt: str) -> str | bytes:
+    """Return the salt; as bytes if it is no text that could be sent (JSON can name half a character)."""
+    encoded = cache_salt.encode("utf-8", "surrogatepass")
+    try:
+        return encoded.decode()
+    except UnicodeDecodeError:
+        return encoded

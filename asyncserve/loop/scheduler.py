@@ -51,6 +51,7 @@ from asyncserve.errors import (
 )
 from asyncserve.kv_spec import pool_bytes_per_block
 from asyncserve.loop.beams import BeamRows
+from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.host_tier import HostCounts, HostTier
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.queue_bounds import Load
@@ -166,6 +167,8 @@ class Scheduler:
         enable_chunked_prefill: Split prompts over steps; otherwise a prompt is computed whole or waits.
         long_prefill_token_threshold: Most tokens of one prompt in one step; 0 for no limit of its own.
         async_scheduling: Plan ahead of the device, as far as `info.max_unapplied` allows.
+        hash_seed: Of the digests of the prefix cache.
+        cache_log: Is told what becomes of the prefix cache.
 
     Attributes:
         limits: How long the sequences may be that are added.
@@ -183,8 +186,12 @@ class Scheduler:
         enable_chunked_prefill: bool,
         long_prefill_token_threshold: int = 0,
         async_scheduling: bool = True,
+        hash_seed: str = "0",
+        cache_log: CacheLog | None = None,
     ) -> None:
         self._info = info
+        self._hash_seed = hash_seed
+        self._cache_log = cache_log
         self._budget = info.max_num_batched_tokens
         self._chunks_prefill = enable_chunked_prefill
         self._prompt_share = self._budget
@@ -586,6 +593,8 @@ class Scheduler:
         self._decoding, self._prefilling, self._searches = [], [], []
         self._num_window_blocks_freed_earlier += self._allocator.num_window_blocks_freed
         self._allocator = self._make_allocator()
+        if self._cache_log is not None:
+            self._cache_log.cleared()
         self._free_slots = list(range(self._info.num_slots - 1, -1, -1))
         self._released_slots.clear()
         self._num_releasing = 0
@@ -1348,6 +1357,8 @@ class Scheduler:
             chunk_len=self._prompt_share,
             max_unapplied=self._max_unapplied,
             host_tier=self._host_tier,
+            hash_seed=self._hash_seed,
+            cache_log=self._cache_log,
         )
 
     def _end_with_bad_logits(self, sequence: SequenceState, step_id: int) -> TokenDelta:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from loadtest import figures
 from loadtest.gpu import parts
-from loadtest.gpu.extent import FULL, MEASUREMENTS, QUICK
+from loadtest.gpu.extent import ALL_MEASUREMENTS, FULL, MEASUREMENTS, QUICK
 from loadtest.gpu.parts import Job, Part
 from loadtest.gpu.results import Results, combined, markdown
 from loadtest.gpu.vocabulary import write_tokenizer
@@ -87,8 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         "--measure",
         nargs="+",
         default=MEASUREMENTS,
-        choices=MEASUREMENTS,
-        help="Of the offline measurements, those to make. Default: all.",
+        choices=ALL_MEASUREMENTS,
+        help="Of the offline measurements, those to make. Default: all but capacity, which wants a pool of a "
+        "given size and slots for all that fit (--option kv_cache_memory_bytes=… max_num_seqs=512).",
     )
     parser.add_argument(
         "--option",

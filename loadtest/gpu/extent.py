@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 MEASUREMENTS = ("first-token", "decode", "prefill", "throughput", "mix")
-"""Of the offline ones, all, in the order in which they are made."""
+"""Of the offline ones, those that are made unless others are asked for, in order."""
+ALL_MEASUREMENTS = (*MEASUREMENTS, "capacity")
+"""The last one says something of a pool of a given size only (`kv_cache_memory_bytes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class Extent:
         mix_requests: Requests of lengths that vary.
         mix_lens: Least and greatest length of their prompts and outputs.
         mix_repeats: Shape → times; "" for any other.
+        capacity_requests: Requests that are asked at once to see how many a pool holds: more than that.
+        capacity_lens: Their prompt and output.
         online_lens: Prompt and output over HTTP.
         online_loads: Shape → loads; "" for any other.
         online_repeats: Times each load.
@@ -61,6 +65,8 @@ class Extent:
     mix_requests: int = 256
     mix_lens: tuple[int, int] = (100, 1024)
     mix_repeats: Mapping[str, int] = field(default_factory=lambda: {"qwen3-0.6b": 2, "": 1})
+    capacity_requests: int = 512
+    capacity_lens: tuple[int, int] = (1024, 128)
     online_lens: tuple[int, int] = (512, 128)
     online_loads: Mapping[str, tuple[OnlineLoad, ...]] = field(
         default_factory=lambda: {

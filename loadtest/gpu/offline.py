@@ -1,4 +1,4 @@
-"""Measured through `LLM`: first token, prefill, decode by batch size, throughput.
+"""Measured through `LLM`: first token, prefill, decode by batch size, throughput, what a pool of KV holds.
 
 Takes a shape and how much to measure, gives one row (plain values for JSON) per measurement, as soon as it is
 made. Prompts are random token ids, others each time (the mix's apart); outputs have the length asked for,
@@ -9,16 +9,18 @@ between them), each the fastest of its repeats.
 
 import gc
 import random
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncserve import LLM, SamplingParams
+from asyncserve.kv_spec import DTYPE_BYTES, FP8_DTYPES
 from loadtest.figures import Row
-from loadtest.gpu.extent import MEASUREMENTS, Extent
+from loadtest.gpu.extent import ALL_MEASUREMENTS, MEASUREMENTS, Extent
 from loadtest.gpu.step_record import StepRecorder, decode_steps, summarize
-from loadtest.model_shapes import Shape
+from loadtest.model_shapes import BYTES_PER_VALUE, Shape
 from loadtest.workload import random_tokens
 
 MIX_VOCAB_SIZE = 10_001
@@ -42,6 +44,12 @@ def engine_options(extent: Extent, further: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
+def bytes_per_kv_value(further: Mapping[str, Any]) -> int:
+    """Return the bytes of one value of the KV cache that an engine with these options has."""
+    name = str(further.get("kv_cache_dtype", "auto"))
+    return DTYPE_BYTES.get(FP8_DTYPES.get(name, name), BYTES_PER_VALUE)
+
+
 def measure(
     shape: Shape,
     tokenizer: str,
@@ -57,7 +65,7 @@ def measure(
         tokenizer: Folder of a tokenizer for it.
         extent: How much to measure.
         further: Options of the engine that go before the usual ones.
-        only: Of `MEASUREMENTS`, those to make.
+        only: Of `ALL_MEASUREMENTS`, those to make.
 
     Raises:
         RuntimeError: Some of them failed; they are left out.
@@ -74,7 +82,14 @@ def measure(
             "start_s": started_s - began_s,
             "graphs_s": warm_s - started_s,
         }
-        bench = OfflineBench(llm, recorder, shape, extent)
+        bench = OfflineBench(
+            llm,
+            recorder,
+            shape,
+            extent,
+            kv_cache_dtype=str(further.get("kv_cache_dtype", "auto")),
+            bytes_per_kv_value=bytes_per_kv_value(further),
+        )
         bench.warm_up()
         makers: dict[str, Callable[[], Iterator[Row]]] = {
             "first-token": bench.first_token,
@@ -82,9 +97,10 @@ def measure(
             "prefill": bench.prefill,
             "throughput": bench.throughput,
             "mix": bench.mix,
+            "capacity": bench.capacity,
         }
         failures = []
-        for name in MEASUREMENTS:
+        for name in ALL_MEASUREMENTS:
             if name in only:
                 try:
                     yield from makers[name]()
@@ -103,13 +119,26 @@ class OfflineBench:
         recorder: Its observer.
         shape: What it serves.
         extent: How much to measure.
+        kv_cache_dtype: As the option has it.
+        bytes_per_kv_value: Of the KV cache.
     """
 
-    def __init__(self, llm: LLM, recorder: StepRecorder, shape: Shape, extent: Extent) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        recorder: StepRecorder,
+        shape: Shape,
+        extent: Extent,
+        *,
+        kv_cache_dtype: str,
+        bytes_per_kv_value: int,
+    ) -> None:
         self._llm = llm
         self._recorder = recorder
         self._shape = shape
         self._extent = extent
+        self._kv_cache_dtype = kv_cache_dtype
+        self._bytes_per_kv_value = bytes_per_kv_value
         self._num_drawn = 0
 
     def warm_up(self) -> None:
@@ -153,7 +182,9 @@ class OfflineBench:
                 "context_len": context_len,
                 "tpot_ms": 1e3 * (min(longs) - min(shorts)) / num_tokens,
                 "all_ms": pairs_ms,
-                "floor_bytes": self._shape.step_bytes(batch, context_len),
+                "floor_bytes": self._shape.step_bytes(
+                    batch, context_len, bytes_per_kv_value=self._bytes_per_kv_value
+                ),
                 "steps": None if steps is None else steps._asdict(),
             }
 
@@ -194,6 +225,27 @@ class OfflineBench:
             yield self._throughput_row(
                 "mix", [drawn] * repeats, MIX_TEMPERATURE, {"min_len": low, "max_len": high}
             )
+
+    def capacity(self) -> Iterator[Row]:
+        """More requests than the pool of KV holds at once: how many run together, and how fast."""
+        input_len, output_len = self._extent.capacity_lens
+        prompts = self._prompts(self._extent.capacity_requests, input_len)
+        begin = len(self._recorder.steps)
+        num_blocks = self._llm.statistics().num_blocks
+        row = self._throughput_row(
+            "capacity",
+            [(prompts, [output_len] * len(prompts))],
+            0.0,
+            {"input_len": input_len, "output_len": output_len},
+        )
+        num_running = [step.num_sequences for step in self._recorder.steps[begin:]]
+        yield {
+            **row,
+            "kv_cache_dtype": self._kv_cache_dtype,
+            "num_blocks": num_blocks,
+            "most_running": max(num_running),
+            "median_running": statistics.median(num_running),
+        }
 
     def _throughput_row(
         self,

@@ -252,6 +252,21 @@ TABLES: Mapping[str, tuple[str, Sequence[Cell]]] = {
             ("idle", _idle),
         ],
     ),
+    "capacity": (
+        "Requests that a pool of KV holds at once",
+        [
+            SHAPE,
+            ("KV cache", _count("kv_cache_dtype")),
+            ("blocks", _count("num_blocks")),
+            ("requests", _count("num_requests")),
+            ("in", _count("input_len")),
+            ("out", _count("output_len")),
+            ("most at once", _count("most_running")),
+            ("median", _plain("median_running", 0)),
+            ("tokens/s", _plain("tps", 0)),
+            ("preemptions", _count("num_preemptions")),
+        ],
+    ),
     "online": (
         "Online, over HTTP; times in ms",
         [

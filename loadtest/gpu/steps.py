@@ -22,7 +22,7 @@ from asyncserve.request import Request, RequestOutput, TokensPrompt
 from asyncserve.serve import build_engine, open_model
 from loadtest.figures import Row
 from loadtest.gpu.extent import Extent
-from loadtest.gpu.offline import engine_options
+from loadtest.gpu.offline import bytes_per_kv_value, engine_options
 from loadtest.gpu.step_record import Step, StepRecorder, decode_steps, summarize
 from loadtest.model_shapes import Shape
 from loadtest.workload import random_tokens
@@ -180,7 +180,9 @@ def measure(
                     "batch": batch,
                     "context_len": context_len,
                     "temperature": temperature,
-                    "floor_bytes": shape.step_bytes(batch, context_len),
+                    "floor_bytes": shape.step_bytes(
+                        batch, context_len, bytes_per_kv_value=bytes_per_kv_value(further)
+                    ),
                     "steps": figures._asdict(),
                 }
 

@@ -25,7 +25,7 @@ def test_every_option_has_a_help_text(option: str) -> None:
     assert text.endswith("."), f"the text of option {option} is no sentence: {text}"
 
 
-@pytest.mark.parametrize("package", ["loop", "gpu", "http", "metrics", "tracing"])
+@pytest.mark.parametrize("package", ["loop", "gpu", "http", "metrics", "tracing", "kv_events"])
 def test_a_packages_docstring_names_each_of_its_files(package: str) -> None:
     docstring = ast.get_docstring(parse(PACKAGE / package / "__init__.py")) or ""
     for path in (PACKAGE / package).iterdir():

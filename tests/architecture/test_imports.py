@@ -17,10 +17,10 @@ TOP = [
     ["serve", "cli"],
     ["faults"],
     ["http"],
-    ["loop", "gpu", "metrics", "tracing"],
+    ["loop", "gpu", "metrics", "tracing", "kv_events"],
     ["observer"],
     ["step"],
-    ["request", "kv_spec", "config", "checkpoint"],
+    ["request", "kv_spec", "cache_events", "config", "checkpoint"],
     ["grammar"],
     ["gguf_config"],
     ["gguf_file"],
@@ -36,6 +36,7 @@ LOOP = [
     ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema", "beam_search"],
     ["host_tier"],
     ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds", "swap_cost"],
+    ["cache_log"],
 ]
 GPU = [
     ["executor"],
@@ -49,6 +50,7 @@ GPU = [
     ["step_inputs"],
     ["batch"],
     ["kernels", "slots", "block_tables", "kv_cache", "host_blocks"],
+    ["kv_scales"],
     ["staging", "completion"],
     ["device", "device_errors"],
 ]
@@ -64,7 +66,9 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "aiohttp": {"http", "serve", "run_batch"},
     "yarl": {"http"},
     "orjson": {"http"},
-    "msgspec": {"http"},
+    "msgspec": {"http", "kv_events"},
+    "cbor2": {"loop.prefix_hash"},
+    "zmq": {"kv_events.publisher"},
     "prometheus_client": {"metrics", "serve"},
     "opentelemetry": {"tracing.otlp"},
     "tokenizers": {"loop.tokenizer", "loop.gguf_tokenizer"},
@@ -95,8 +99,8 @@ THIRD_PARTIES: dict[str, set[str]] = {
 }
 """Third parties (and asyncio) → the modules and packages that may import them."""
 
-ONLY_INSIDE_FUNCTIONS = {"transformers", "huggingface_hub", "uvloop", "xgrammar", "opentelemetry"}
-"""Importing these costs seconds or brings torch; opentelemetry need not be there."""
+ONLY_INSIDE_FUNCTIONS = {"transformers", "huggingface_hub", "uvloop", "xgrammar", "opentelemetry", "zmq"}
+"""Importing these costs seconds or brings torch; opentelemetry and zmq need not be there."""
 
 EXEMPT = {("", "offline")}
 """The package's `__getattr__` finds `LLM` when it is first asked for."""

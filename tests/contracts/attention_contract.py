@@ -26,6 +26,7 @@ from asyncserve.gpu.attention.interface import (
 )
 from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.kv_scales import KVScales
 from asyncserve.kv_spec import FullAttention, KVGroup, SlidingWindow
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -45,6 +46,8 @@ class Shape:
     has_sinks: bool = False
     dtype: str = "float32"
     cache_dtype: str | None = None
+    scales: tuple[float, ...] | None = None
+    """Of K of an 8-bit cache, by KV head; those of V are the same in reverse."""
     num_layers: int = 2
     num_groups: int = 1
     frees_passed_blocks: bool = False
@@ -54,8 +57,11 @@ class Shape:
 class Simulation:
     """Drives one backend step by step, with the oracle beside it."""
 
-    def __init__(self, backend: AttentionBackend, device: torch.device, shape: Shape) -> None:
+    def __init__(
+        self, backend: AttentionBackend, device: torch.device, shape: Shape, *, is_exact: bool = False
+    ) -> None:
         self.backend = backend
+        self.is_exact = is_exact
         self.device = device
         self.shape = shape
         self.generator = torch.Generator().manual_seed(0)
@@ -79,7 +85,11 @@ class Simulation:
             )
             for group_id in range(shape.num_groups)
         )
-        self.kv_cache = KVCache(self.groups, device=device)
+        self.cache_dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.scales = [torch.tensor(shape.scales or (1.0,) * shape.num_kv_heads)]
+        self.scales.append(self.scales[0].flip(0))
+        scales = dict.fromkeys(range(shape.num_layers), KVScales(*self.scales)) if shape.scales else None
+        self.kv_cache = KVCache(self.groups, device=device, scales=scales)
         # Blocks are handed out in an order that is not ascending.
         self.free = (torch.randperm(self.num_blocks - 1, generator=self.generator) + 1).tolist()
         self.tables: list[list[list[int]]] = []
@@ -107,7 +117,6 @@ class Simulation:
         planned = self.backend.plan(batch, self.kv_cache)
         attention = StepAttention(self.backend, batch, self.kv_cache, planned)
         dtype = getattr(torch, shape.dtype)
-        cache_dtype = getattr(torch, shape.cache_dtype or shape.dtype)
         num_tokens = batch.num_tokens
         q, k, v = (
             torch.randn(num_tokens, heads, shape.num_layers, shape.head_dim, generator=self.generator).to(
@@ -115,11 +124,12 @@ class Simulation:
             )
             for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         )
+        held_k, held_v = self._held(k, 0), self._held(v, 1)
+        if self.is_exact:
+            k, v = held_k.to(dtype), held_v.to(dtype)
         token = 0
         for sequence, length in rows:
-            self.history[sequence] += [
-                (k[token + i].to(cache_dtype), v[token + i].to(cache_dtype)) for i in range(length)
-            ]
+            self.history[sequence] += [(held_k[token + i], held_v[token + i]) for i in range(length)]
             token += length
         for layer_id in range(shape.num_layers):
             sinks = torch.linspace(-2.0, 3.0, shape.num_heads, device=self.device)
@@ -162,12 +172,12 @@ class Simulation:
             return
         batch = dataclasses.replace(batch, is_decode=True)
         attention = StepAttention(self.backend, batch, self.kv_cache, self.backend.plan(batch, self.kv_cache))
-        _, _, slots = attention.cache_of(layer)
+        slots = attention.cache_of(layer).slot_mapping
         block, offset = slots // self.shape.block_len, slots % self.shape.block_len
         cos = torch.ones(batch.num_rows, 1, layer.head_dim, device=self.device)
         projected = Projected(heads.flatten(1), cos, torch.zeros_like(cos), None)
         caches = [tensors[layer.layer_id] for tensors in (self.kv_cache.keys, self.kv_cache.values)]
-        written = [cache.clone() for cache in caches]
+        written = [cache.float() for cache in caches]
         for cache in caches:
             cache[block, :, offset] = torch.nan
         out = attention.run_projected(layer, projected)
@@ -175,7 +185,7 @@ class Simulation:
         tolerance = TOLERANCE[self.shape.dtype]
         torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
         for cache, before in zip(caches, written, strict=True):
-            torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(cache.float(), before, rtol=0, atol=0, equal_nan=True)
 
     def batch(self, rows: list[tuple[int, int]], starts: list[int]) -> Batch:
         """Make the step of (sequence, num_tokens) rows that begin at `starts`, with blocks for them."""
@@ -226,6 +236,14 @@ class Simulation:
             ),
         )
 
+    def _held(self, heads: torch.Tensor, which: int) -> torch.Tensor:
+        """Return, in float64, what a cache holds of `[num_tokens, num_kv_heads, layers, head_dim]`."""
+        if self.cache_dtype.itemsize > 1:
+            return heads.to(self.cache_dtype).double()
+        scale = self.scales[which][:, None, None]
+        largest = torch.finfo(self.cache_dtype).max
+        return (heads.float() / scale).clamp(-largest, largest).to(self.cache_dtype).double() * scale
+
     def _oracle(
         self, layer: AttentionLayer, q: torch.Tensor, rows: list[tuple[int, int]], starts: list[int]
     ) -> torch.Tensor:
@@ -255,14 +273,22 @@ class Simulation:
 
 
 class AttentionContract:
-    """Inherit from it and set the two attributes."""
+    """Inherit from it and set the first two attributes.
+
+    Attributes:
+        backend_class: The backend.
+        device: Where it runs.
+        is_exact: Whether a step's K and V are to be such that a cache of another dtype can hold them as they
+            are, because casts are not to be tested there.
+    """
 
     backend_class: ClassVar[type[AttentionBackend]]
     device: ClassVar[torch.device]
+    is_exact: ClassVar[bool] = False
 
     def simulate(self, shape: Shape) -> Simulation:
         """Return a fresh simulation, or skip the test if the backend does not serve such a cache."""
-        simulation = Simulation(self.backend_class(), self.device, shape)
+        simulation = Simulation(self.backend_class(), self.device, shape, is_exact=self.is_exact)
         reason = simulation.backend.supports(simulation.groups[0].spec, self.device)
         if reason is not None:
             pytest.skip(reason)
@@ -402,6 +428,41 @@ class AttentionContract:
         first, second = simulation.add_sequence(), simulation.add_sequence()
         simulation.step([(first, 9), (second, 5)])
         simulation.step([(second, 1), (first, 4)])
+
+    @pytest.mark.parametrize(
+        ("dtype", "cache_dtype", "scales"),
+        [
+            ("float32", "float8_e4m3fn", None),
+            ("bfloat16", "float8_e4m3fn", (0.25, 2.0)),
+            ("float16", "float8_e5m2", None),
+            ("float32", "float8_e5m2", (0.25, 2.0)),
+        ],
+    )
+    def test_a_cache_of_8_bits(self, dtype: str, cache_dtype: str, scales: tuple[float, ...] | None) -> None:
+        simulation = self.simulate(Shape(dtype=dtype, cache_dtype=cache_dtype, scales=scales))
+        first, second = simulation.add_sequence(), simulation.add_sequence()
+        simulation.step([(first, 18), (second, 5)])
+        simulation.step([(second, 1), (first, 4)])
+        simulation.step([(first, 1), (second, 1)])
+
+    def test_what_an_8_bit_cache_cannot_hold_becomes_the_largest_it_can(self) -> None:
+        """Values of about 1 over such scales are beyond the range, in either direction."""
+        simulation = self.simulate(
+            Shape(cache_dtype="float8_e4m3fn", scales=(2.0**-12, 2.0**-9), window_len=6)
+        )
+        first, second = simulation.add_sequence(), simulation.add_sequence()
+        simulation.step([(first, 7), (second, 3)])
+        simulation.step([(first, 1), (second, 1)])
+        held = simulation.kv_cache.keys[0].float()
+        assert held.max() == -held.min() == 448
+
+    def test_an_8_bit_cache_keeps_nothing_of_an_earlier_owner(self) -> None:
+        simulation = self.simulate(Shape(cache_dtype="float8_e5m2"))
+        for tensor in (*simulation.kv_cache.keys, *simulation.kv_cache.values):
+            tensor[1:] = 1e4 if simulation.backend.reads_unwritten else torch.nan
+        first, second = simulation.add_sequence(), simulation.add_sequence()
+        simulation.step([(first, 5), (second, 2)])
+        simulation.step([(first, 1), (second, 9)])
 
     @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
     @pytest.mark.parametrize("block_len", [1, 5, 16])

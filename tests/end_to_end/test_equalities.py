@@ -2,10 +2,13 @@
 
 import dataclasses
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from asyncserve import LLM, SamplingParams
 from asyncserve.loop.admission import seed_of_choice
@@ -100,6 +103,77 @@ def test_answers_do_not_depend_on_how_they_are_served(
     options: dict[str, object],
 ) -> None:
     assert answers(model, prompts, params, **options) == alone
+
+
+@pytest.fixture(scope="module", params=["fp8_e4m3", "fp8_e5m2"])
+def alone_in_8_bits(
+    request: pytest.FixtureRequest, model: Path, prompts: list[list[int]]
+) -> tuple[str, list[tuple[int, ...]]]:
+    """As `alone`, with a cache dtype, which comes first."""
+    options = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 1}
+    return request.param, answers(model, prompts, PARAMS, kv_cache_dtype=request.param, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="batched, prefix cache"),
+        pytest.param(
+            {"max_num_batched_tokens": 7, "max_num_seqs": 5, "enable_prefix_caching": False},
+            id="chunked prefill",
+        ),
+        pytest.param({"num_gpu_blocks_override": 12, "max_model_len": 96}, id="preempted"),
+        pytest.param({"attention_backend": "reference"}, id="reference"),
+    ],
+)
+def test_answers_from_a_cache_of_8_bits_do_not_depend_on_it_either(
+    model: Path,
+    prompts: list[list[int]],
+    alone_in_8_bits: tuple[str, list[tuple[int, ...]]],
+    options: dict[str, object],
+) -> None:
+    kv_cache_dtype, expected = alone_in_8_bits
+    assert answers(model, prompts, PARAMS, kv_cache_dtype=kv_cache_dtype, **options) == expected
+
+
+def scored(model: Path, prompts: Sequence[Sequence[int]], kv_cache_dtype: str) -> list[float]:
+    """Return the log-probability of each of the prompts' tokens; in chunks, so that the cache is read."""
+    params = dataclasses.replace(PARAMS, max_tokens=1, num_prompt_logprobs=0)
+    options = {"kv_cache_memory_bytes": 1 << 22, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    with LLM(str(model), **TINY, **options, kv_cache_dtype=kv_cache_dtype) as llm:
+        completions = llm.generate(prompts, params, progress=False)
+    return [entry.logprob for each in completions for entry in each.prompt_logprobs or ()]
+
+
+def test_a_cache_of_8_bits_is_near_the_exact_one_and_nearer_with_more_bits_for_the_digits(
+    model: Path, prompts: list[list[int]]
+) -> None:
+    exact, four, three = (scored(model, prompts, dtype) for dtype in ("auto", "fp8_e4m3", "fp8_e5m2"))
+    errors = [
+        sum(abs(a - b) for a, b in zip(found, exact, strict=True)) / len(exact) for found in (four, three)
+    ]
+    assert 0.001 < errors[0] < errors[1] < 0.5
+
+
+def test_scales_of_the_checkpoint_are_used_for_8_bits_and_for_nothing_else(
+    model: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    def with_scales(name: str, k_scale: float, v_scale: list[float]) -> Path:
+        folder = shutil.copytree(model, tmp_path / name)
+        tensors = load_file(folder / "model.safetensors")
+        for layer_id in range(2):
+            tensors[f"model.layers.{layer_id}.self_attn.k_scale"] = torch.tensor(k_scale)
+            tensors[f"model.layers.{layer_id}.self_attn.v_scale"] = torch.tensor(v_scale)
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    plain = scored(model, prompts, "fp8_e5m2")
+    # Powers of two move the point and no digit; a tiny one for each head would be seen at once.
+    moved = with_scales("moved", 0.25, [0.5, 4.0])
+    assert scored(moved, prompts, "fp8_e5m2") == pytest.approx(plain, abs=1e-4)
+    assert scored(moved, prompts, "auto") == pytest.approx(scored(model, prompts, "auto"), abs=1e-6)
+    saturated = with_scales("saturated", 1e-5, [1e-5, 1e-6])
+    assert scored(saturated, prompts, "fp8_e5m2") != pytest.approx(plain, abs=0.1)
 
 
 def test_a_small_pool_really_preempts(model: Path, prompts: list[list[int]]) -> None:

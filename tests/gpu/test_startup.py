@@ -331,6 +331,36 @@ def test_dummy_weights_need_no_file_and_the_info_tells_what_was_chosen() -> None
     assert len(fresh.generate([fresh.admit([1, 2, 3])], 4)[0]) == 4
 
 
+@pytest.mark.parametrize(
+    ("asked", "dtype", "factor"),
+    [
+        ("auto", "float32", 1),
+        ("bfloat16", "bfloat16", 2),
+        ("fp8", "float8_e4m3fn", 4),
+        ("fp8_e4m3", "float8_e4m3fn", 4),
+        ("fp8_e5m2", "float8_e5m2", 4),
+    ],
+)
+def test_a_pool_of_the_same_bytes_has_more_blocks_of_fewer_bits(
+    asked: str, dtype: str, factor: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        _, info = start_runner(
+            dummy_checkpoint(),
+            device="cpu",
+            dtype="float32",
+            load_format="dummy",
+            kv_cache_dtype=asked,
+            # 2 layers of K and V of 2 heads of 16 in float32, 16 positions a block.
+            kv_cache_memory_bytes=10 * 2 * 2 * 2 * 16 * 4 * 16,
+            max_num_seqs=2,
+            num_threads=1,
+        )
+    (kv_group,) = info.kv_groups
+    assert (kv_group.spec.dtype, kv_group.num_blocks) == (dtype, 10 * factor)
+    assert f"(as asked) of {dtype} = {10 * factor - 1} blocks" in caplog.text
+
+
 def test_default_token_budget_holds_a_token_of_every_sequence() -> None:
     _, info = start_runner(
         dummy_checkpoint(),
@@ -418,7 +448,8 @@ def test_default_context_is_what_a_small_pool_holds() -> None:
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs is 0"),
         ({"block_len": 0}, ConfigError, "block_size is 0"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, ConfigError, "below max_num_seqs"),
-        ({"kv_cache_dtype": "fp8"}, ConfigError, "kv_cache_dtype is 'fp8'"),
+        ({"kv_cache_dtype": "int8"}, ConfigError, "kv_cache_dtype is 'int8'; .* fp8, fp8_e4m3, fp8_e5m2"),
+        ({"dtype": "float8_e5m2"}, ConfigError, "dtype is 'float8_e5m2'; it must be auto, float32, bfloat16"),
         ({"load_format": "pickle"}, ConfigError, "load_format is 'pickle'"),
         ({"attention_backend": "flash"}, ConfigError, "attention_backend is 'flash'"),
         ({"max_model_len": 256, "num_gpu_blocks_override": 5}, OutOfDeviceMemory, "holds 64 tokens"),
@@ -495,8 +526,9 @@ def test_every_dtype_runs(start: Callable[..., PlanDriver]) -> None:
     for dtype in ("bfloat16", "float16"):
         driver = start(dtype=dtype)
         assert all(0 <= token_id < 320 for token_id in driver.generate([driver.admit(PROMPTS[0])], 4)[0])
-    mixed = start(dtype="float32", kv_cache_dtype="bfloat16")
-    assert len(mixed.generate([mixed.admit(PROMPTS[2])], 4, chunk=5)[0]) == 4
+    for kv_cache_dtype in ("bfloat16", "fp8"):
+        mixed = start(dtype="float32", kv_cache_dtype=kv_cache_dtype)
+        assert len(mixed.generate([mixed.admit(PROMPTS[2])], 4, chunk=5)[0]) == 4
 
 
 def test_the_host_holds_what_was_asked_for_and_block_0() -> None:

@@ -15,7 +15,9 @@ def test_the_bytes_of_a_step_are_those_of_the_models() -> None:
     assert qwen.linear_params == pytest.approx(440.4e6, rel=1e-3)
     assert llama.linear_params == pytest.approx(6_979e6, rel=1e-3)
     assert (qwen.weight_bytes, llama.weight_bytes) == (1_191_968_768, 15_009_316_864)
-    assert (qwen.kv_bytes_per_token, llama.kv_bytes_per_token) == (114_688, 131_072)
+    assert (qwen.kv_bytes_per_token(), llama.kv_bytes_per_token()) == (114_688, 131_072)
+    assert qwen.kv_bytes_per_token(1) == 57_344
+    assert qwen.step_bytes(8, 1000, bytes_per_kv_value=1) == qwen.weight_bytes + 8 * 1000 * 57_344
     assert qwen.step_bytes(8, 1000) == qwen.weight_bytes + 8 * 1000 * 114_688
 
 

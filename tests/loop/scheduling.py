@@ -21,6 +21,7 @@ from asyncserve.request import (
 from asyncserve.step import ExecutorInfo, StepOutput, StepPlan
 from tests.contracts.plan_rules import PlanRules
 from tests.fakes.executor import FakeRunner, NextToken, fake_info
+from tests.loop.cache_mirror import CacheMirror
 
 
 class Received:
@@ -52,8 +53,10 @@ class Bench:
         next_token: NextToken | None = None,
     ) -> None:
         self.info = info or fake_info()
+        self.cache_mirror = CacheMirror()
         self.scheduler = Scheduler(
             info=self.info,
+            cache_log=self.cache_mirror.log,
             policy=policy,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
@@ -141,6 +144,7 @@ class Bench:
         """Plan one step and give it to the device, which does not run it yet."""
         plan = self.scheduler.plan(self.now_s)
         self.scheduler.check()
+        self.cache_mirror.check(self.scheduler._allocator)
         if plan is not None:
             self.rules.check(plan)
             mentioned = {sequence.slot for earlier in self.in_flight for sequence in earlier.sequences}

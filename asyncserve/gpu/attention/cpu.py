@@ -24,6 +24,7 @@ from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import passed_pages, similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.kv_scales import as_bytes, widened
 from asyncserve.kv_spec import FullAttention, KVSpec, RecurrentState
 
 _TILE_LEN = 128
@@ -93,6 +94,7 @@ class CPUAttention:
 
     name = "cpu"
     reads_unwritten = True
+    takes_scales = False
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -142,7 +144,8 @@ class CPUAttention:
                 shape = (layer.num_kv_heads, -1, head_dim)
                 row_k = self._gather("k", keys, row.page_rows).view(shape)
                 row_v = self._gather("v", values, row.page_rows).view(shape)
-            _prefill(layer, q[tokens], row_k.to(q.dtype), row_v.to(q.dtype), row, out[tokens])
+            row_k, row_v = widened(row_k, q.dtype), widened(row_v, q.dtype)
+            _prefill(layer, q[tokens], row_k, row_v, row, out[tokens])
         return out
 
     def _decode(
@@ -156,8 +159,8 @@ class CPUAttention:
         """Attend for rows of one token: q `[num, num_heads, head_dim]` → `[num, num_heads * head_dim]`."""
         num_rows, group_len = q.shape[0], layer.num_heads // layer.num_kv_heads
         shape = (num_rows * layer.num_kv_heads, group.padded_len, layer.head_dim)
-        k = self._gather("k", keys, group.page_rows).view(shape).to(q.dtype)
-        v = self._gather("v", values, group.page_rows).view(shape).to(q.dtype)
+        k = widened(self._gather("k", keys, group.page_rows).view(shape), q.dtype)
+        v = widened(self._gather("v", values, group.page_rows).view(shape), q.dtype)
         q = q.reshape(num_rows * layer.num_kv_heads, group_len, layer.head_dim)
         if num_rows == 1 and layer.is_plain:
             first = 0 if layer.window_len is None else max(0, group.longest - layer.window_len)
@@ -199,7 +202,8 @@ class CPUAttention:
             scratch = cache.new_empty(2 * num_elements)
             self._scratch[name, cache.dtype] = scratch
         pages = scratch[:num_elements].view(-1, page_len)
-        return torch.index_select(cache.view(-1, page_len), 0, page_rows, out=pages)
+        torch.index_select(as_bytes(cache).view(-1, page_len), 0, page_rows, out=as_bytes(pages))
+        return pages
 
 
 def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:

@@ -14,6 +14,7 @@ import torch
 
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache, token_rows
+from asyncserve.gpu.kv_scales import KVScales, times_scale
 from asyncserve.kv_spec import KVSpec
 
 
@@ -55,10 +56,13 @@ class AttentionBackend(Protocol):
         name: Its own.
         reads_unwritten: Whether it multiplies what lies in a sequence's blocks where nothing was written
             since they were handed out (by zero, but zero times NaN is NaN), so that somebody must zero it.
+        takes_scales: Whether it applies the scales of an 8-bit cache, and reads no K and V but the cache's.
+            If not, `StepAttention` multiplies what it is given and what it gives.
     """
 
     name: str
     reads_unwritten: bool
+    takes_scales: bool
 
     def supports(self, spec: KVSpec, device: torch.device) -> str | None:
         """Return None if it can serve such a cache on such a device, else the reason why not."""
@@ -82,7 +86,8 @@ class AttentionBackend(Protocol):
             layer: The layer that asks.
             q: `[num_tokens, num_heads, head_dim]`, rotated.
             k: `[num_tokens, num_kv_heads, head_dim]`, rotated: what the cache holds of this step, in its
-                dtype, for whom it is quicker to read here than page by page.
+                dtype, for whom it is quicker to read here than page by page; in any dtype for a backend that
+                `takes_scales`.
             v: As `k`, not rotated.
             batch: The step.
             kv_cache: The paged cache of all layers.
@@ -139,11 +144,13 @@ class LayerCache(NamedTuple):
         values: As `keys`.
         slot_mapping: `[num_tokens] int64`, `block_id * block_len + offset`; -1 is padding, which the layer
             does not write. Only a padded batch has any, and `StepAttention.run` takes none.
+        scales: What is to be divided by; None for 1.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     slot_mapping: torch.Tensor
+    scales: KVScales | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +190,33 @@ class StepAttention:
             rows = token_rows(self.batch.slot_mapping[group_id], self.kv_cache.groups[group_id].attention)
             self.rows[group_id] = rows
         k, v = self.kv_cache.write(layer.layer_id, rows, k, v)
-        return self.backend.run(layer, q, k, v, self.batch, self.kv_cache, self.planned)
+        return self._run_backend(layer, q, k, v)
 
     def cache_of(self, layer: AttentionLayer) -> LayerCache:
         """Return where a layer writes k and v that then calls `attend`."""
         kv_cache, layer_id = self.kv_cache, layer.layer_id
         slot_mapping = self.batch.slot_mapping[kv_cache.group_of_layer[layer_id]]
-        return LayerCache(kv_cache.keys[layer_id], kv_cache.values[layer_id], slot_mapping)
+        keys, values = kv_cache.keys[layer_id], kv_cache.values[layer_id]
+        return LayerCache(keys, values, slot_mapping, kv_cache.scales[layer_id])
 
     def attend(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Attend for a layer that wrote k and v into its cache itself; otherwise as `run`."""
-        dtype = self.kv_cache.keys[layer.layer_id].dtype
-        k, v = k.to(dtype), v.to(dtype)
-        return self.backend.run(layer, q, k, v, self.batch, self.kv_cache, self.planned)
+        if not self.backend.takes_scales:
+            k, v = self.kv_cache.held(layer.layer_id, k, v)
+        return self._run_backend(layer, q, k, v)
+
+    def _run_backend(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        backend, scales = self.backend, self.kv_cache.scales[layer.layer_id]
+        if scales is None or backend.takes_scales:
+            return backend.run(layer, q, k, v, self.batch, self.kv_cache, self.planned)
+        # A score is a product with q, and the output a weighted sum of V: so each scale is taken in once.
+        q = times_scale(q, scales.k)
+        out = backend.run(layer, q, k, v, self.batch, self.kv_cache, self.planned)
+        return times_scale(out.view(q.shape), scales.v).view(out.shape)
 
     def run_projected(self, layer: AttentionLayer, projected: Projected) -> torch.Tensor | None:
         """Do all that follows a projection, if the backend does that in this step; else return None."""

@@ -18,6 +18,7 @@ from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.gpu.attention.row_groups import passed_pages, similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.kv_scales import as_bytes
 from asyncserve.kv_spec import DTYPE_BYTES, FullAttention, KVSpec, RecurrentState, SlidingWindow
 
 
@@ -90,6 +91,7 @@ class ReferenceAttention:
 
     name = "reference"
     reads_unwritten = True
+    takes_scales = False
 
     def __init__(
         self,
@@ -355,5 +357,5 @@ def _gather_pages(cache: torch.Tensor, page_rows: torch.Tensor) -> torch.Tensor:
         `[…, num_blocks_of_row * block_len, head_dim]`.
     """
     block_len, head_dim = cache.shape[2:]
-    pages = cache.view(-1, block_len * head_dim).index_select(0, page_rows.reshape(-1))
-    return pages.view(*page_rows.shape[:-1], page_rows.shape[-1] * block_len, head_dim)
+    pages = as_bytes(cache).view(-1, block_len * head_dim).index_select(0, page_rows.reshape(-1))
+    return pages.view(cache.dtype).view(*page_rows.shape[:-1], page_rows.shape[-1] * block_len, head_dim)

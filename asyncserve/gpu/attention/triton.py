@@ -32,6 +32,9 @@ _MOST_HEAD_DIM = 256
 _LEAST_CAPABILITY = (8, 0)
 """Copies that pass the registers by, and bfloat16 in tensor cores."""
 
+_E4M3_CAPABILITY = (8, 9)
+"""Conversions of float8_e4m3fn."""
+
 _INTERPRETED_SMS = 1
 
 
@@ -69,6 +72,22 @@ class _Kind:
     prefill: PrefillConfig
 
 
+def lacking_capability(found: tuple[int, int], cache_dtype: str) -> str | None:
+    """Return what a device lacks for a cache of a dtype; None if nothing.
+
+    Args:
+        found: Its compute capability.
+        cache_dtype: A key of `DTYPE_BYTES`.
+    """
+    needed = _E4M3_CAPABILITY if cache_dtype == "float8_e4m3fn" else _LEAST_CAPABILITY
+    if found >= needed:
+        return None
+    subject = "it"
+    if found >= _LEAST_CAPABILITY:
+        subject = "for float8_e4m3fn (fp8_e5m2 would do) it"
+    return f"{subject} needs compute capability {needed[0]}.{needed[1]}, the device has {found[0]}.{found[1]}"
+
+
 class TritonAttention:
     """The backend. Its only state is scratch memory; it serves one step at a time.
 
@@ -79,6 +98,7 @@ class TritonAttention:
 
     name = "triton"
     reads_unwritten = False
+    takes_scales = True
 
     def __init__(self, *, decode: DecodeConfig | None = None, prefill: PrefillConfig | None = None) -> None:
         self._decode = decode
@@ -91,11 +111,10 @@ class TritonAttention:
             return "it serves layers of attention only"
         if device.type != "cuda" and not (IS_INTERPRETED and device.type == "cpu"):
             return "it needs a CUDA device"
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
-            return (
-                f"it needs compute capability {_LEAST_CAPABILITY[0]}.{_LEAST_CAPABILITY[1]}, "
-                f"the device has {found[0]}.{found[1]}"
-            )
+        if device.type == "cuda":
+            lack = lacking_capability(torch.cuda.get_device_capability(device), spec.dtype)
+            if lack is not None:
+                return lack
         if spec.head_dim > _MOST_HEAD_DIM:
             return f"head_dim is {spec.head_dim}; it serves at most {_MOST_HEAD_DIM}"
         return None
@@ -155,6 +174,7 @@ class TritonAttention:
                 window_len=layer.window_len,
                 softcap=layer.softcap,
                 sinks=layer.sinks,
+                scales=kv_cache.scales[layer.layer_id],
             )
         if planned.num_prefill_rows:
             paged_prefill(
@@ -174,6 +194,7 @@ class TritonAttention:
                 window_len=layer.window_len,
                 softcap=layer.softcap,
                 sinks=layer.sinks,
+                scales=kv_cache.scales[layer.layer_id],
             )
         return out.view(q.shape[0], -1)
 
@@ -203,6 +224,7 @@ class TritonAttention:
             window_len=layer.window_len,
             softcap=layer.softcap,
             sinks=layer.sinks,
+            scales=kv_cache.scales[layer.layer_id],
         )
         return out.view(batch.num_rows, -1)
 

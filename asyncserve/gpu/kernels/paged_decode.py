@@ -21,7 +21,15 @@ import triton
 import triton.language as tl
 
 from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
-from asyncserve.gpu.kernels.paging import LOG2_E, load_blocks, load_tile, product_dtype, softcapped
+from asyncserve.gpu.kernels.paging import (
+    LOG2_E,
+    as_cached,
+    largest_cached,
+    load_blocks,
+    load_tile,
+    product_dtype,
+    softcapped,
+)
 from asyncserve.gpu.kernels.rotary import QKNorm, rotated_heads
 
 _MOST_JOINED = 8 * 1024
@@ -133,6 +141,7 @@ def paged_decode(
     window_len: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Attend with one query token a row.
 
@@ -156,6 +165,7 @@ def paged_decode(
         window_len: Positions a query sees, itself included; None for all.
         softcap: A score s becomes softcap * tanh(s / softcap); None leaves it.
         sinks: `[num_heads] float32`, a score of each head that takes probability and gives no value.
+        scales: What K and V of an 8-bit cache are multiplied by, `[num_kv_heads] float32` each; None for 1.
     """
     num_heads, head_dim = out.shape[1:]
     num_rows = q.shape[0] if num_rows is None else num_rows
@@ -177,6 +187,7 @@ def paged_decode(
         out,
         *scratch,
         sinks,
+        *((None, None) if scales is None else scales),
         *((None, None, None) if rotation is None else rotation[:3]),
         *((None, None, 0.0) if norm is None else norm),
         scale * LOG2_E,
@@ -193,6 +204,8 @@ def paged_decode(
         WINDOW_LEN=window_len or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_SCALES=scales is not None,
+        LARGEST=largest_cached(keys.dtype),
         HAS_QUERY_START=query_start is not None,
         ROTATES=rotation is not None,
         HAS_NORM=norm is not None,
@@ -224,6 +237,8 @@ def _decode_kernel(
     logsumexp_ptr: tl.tensor,
     arrived_ptr: tl.tensor,
     sink_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -244,6 +259,8 @@ def _decode_kernel(
     WINDOW_LEN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
     HAS_QUERY_START: tl.constexpr,
     ROTATES: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -270,6 +287,13 @@ def _decode_kernel(
     if HAS_QUERY_START:
         token = tl.load(query_start_ptr + row).to(tl.int64)
         is_idle = tl.load(query_start_ptr + row + 1) - token != 1
+    k_scale = seq_len
+    v_scale = seq_len
+    if HAS_SCALES:
+        k_scale = tl.load(k_scale_ptr + kv_head)
+        v_scale = tl.load(v_scale_ptr + kv_head)
+        # K's is a factor on the scores as the other is, V's one on the output.
+        scale_log2 = scale_log2 * k_scale
     # What is read of the cache.
     begin = seq_len * 0
     end = seq_len
@@ -336,11 +360,11 @@ def _decode_kernel(
         q_swapped = tl.load(q_at + swapped, mask=is_rotated, other=0.0)
         new_k = tl.load(k_at + element, mask=exists, other=0.0)
         new_k_swapped = tl.load(k_at + swapped, mask=exists, other=0.0)
-        new_v = tl.load(v_at + element, mask=exists, other=0.0).to(value_ptr.dtype.element_ty)
+        new_v = tl.load(v_at + element, mask=exists, other=0.0)
+        new_v = as_cached(new_v, v_scale, value_ptr.dtype.element_ty, LARGEST, HAS_SCALES)
         q = rotated_heads(q, q_swapped, q_gain, q_swapped_gain, cos, sin, eps, HAS_NORM, HEAD_DIM)
-        new_k = rotated_heads(
-            new_k, new_k_swapped, k_gain, k_swapped_gain, cos, sin, eps, HAS_NORM, HEAD_DIM
-        ).to(key_ptr.dtype.element_ty)
+        new_k = rotated_heads(new_k, new_k_swapped, k_gain, k_swapped_gain, cos, sin, eps, HAS_NORM, HEAD_DIM)
+        new_k = as_cached(new_k, k_scale, key_ptr.dtype.element_ty, LARGEST, HAS_SCALES)
         new_score = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32), 1)
         if is_last & (slot >= 0):
             cell = (slot // BLOCK_LEN * KV_HEADS + kv_head) * BLOCK_LEN + slot % BLOCK_LEN
@@ -405,6 +429,8 @@ def _decode_kernel(
     # Nothing was seen only by a row of length 0.
     total = tl.where(total == 0.0, 1.0, total)
     attended = weighted / total[:, None]
+    if HAS_SCALES:
+        attended = attended * v_scale
     out_head_ptr = out_ptr + (token * KV_HEADS + kv_head) * (GROUP_LEN * HEAD_DIM)
     if num_used == 1:
         out_at = in_group[:, None] * HEAD_DIM + elements[None, :]

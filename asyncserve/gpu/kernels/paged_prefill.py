@@ -79,6 +79,7 @@ def paged_prefill(
     window_len: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Attend for the rows `first_row … first_row + num_rows - 1` of a step.
 
@@ -102,6 +103,7 @@ def paged_prefill(
         window_len: Positions a query sees, itself included; None for all.
         softcap: A score s becomes softcap * tanh(s / softcap); None leaves it.
         sinks: `[num_heads] float32`, a score of each head that takes probability and gives no value.
+        scales: What K and V of an 8-bit cache are multiplied by, `[num_kv_heads] float32` each; None for 1.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_len = keys.shape[1:3]
@@ -119,6 +121,7 @@ def paged_prefill(
         query_start,
         out,
         sinks,
+        *((None, None) if scales is None else scales),
         scale * LOG2_E,
         (softcap or 0.0) * LOG2_E,
         q.stride(0),
@@ -135,6 +138,7 @@ def paged_prefill(
         WINDOW_LEN=window_len or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_SCALES=scales is not None,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
         TILE_ROWS=tile_rows,
         TILE_QUERIES=tile_queries,
@@ -162,6 +166,8 @@ def _prefill_kernel(
     query_start_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sink_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
     scale_log2: tl.tensor,
     softcap_log2: tl.tensor,
     q_token_stride: tl.tensor,
@@ -178,6 +184,7 @@ def _prefill_kernel(
     WINDOW_LEN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
@@ -217,6 +224,9 @@ def _prefill_kernel(
     if (first_query >= query_len) | (query_len < LEAST_QUERIES):
         return
 
+    if HAS_SCALES:
+        # A factor on the scores as the other is; V's is one on the output.
+        scale_log2 = scale_log2 * tl.load(k_scale_ptr + kv_head)
     start = seq_len - query_len
     tile_rows = tl.arange(0, TILE_ROWS)
     queries = first_query + tile_rows // GROUP_LEN
@@ -268,6 +278,8 @@ def _prefill_kernel(
 
     # Zero only in rows that stand for no query.
     attended = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+    if HAS_SCALES:
+        attended = attended * tl.load(v_scale_ptr + kv_head)
     out_at = (tokens * (KV_HEADS * GROUP_LEN) + heads) * HEAD_DIM
     tl.store(out_ptr + out_at[:, None] + elements[None, :], attended.to(out_ptr.dtype.element_ty), mask=mask)
 

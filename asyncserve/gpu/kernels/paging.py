@@ -1,4 +1,4 @@
-"""What the paged attention kernels share: loads of pages, capped scores, logarithms, dtypes, memory.
+"""What the paged attention kernels share: loads of pages, casts, capped scores, logarithms, dtypes, memory.
 
 Scores are kept in base 2, so that softmax is exp2: a scale, a cap and a sink are multiplied by log2(e). The
 cache is `[num_blocks, num_kv_heads, block_len, head_dim]`; a *cell* is one position of one of its heads,
@@ -93,6 +93,34 @@ def load_tile(
         k = tl.load(key_ptr + at)
         v = tl.load(value_ptr + at)
     return k, v
+
+
+@triton.jit
+def as_cached(
+    x: tl.tensor, scales: tl.tensor, dtype: tl.constexpr, LARGEST: tl.constexpr, HAS_SCALES: tl.constexpr
+) -> tl.tensor:
+    """Return K or V as the cache holds them.
+
+    Args:
+        x: What is to be written.
+        scales: What the cache's values are multiplied by when they are read, broadcast to `x`; anything if
+            there are none.
+        dtype: Of the cache.
+        LARGEST: Of `largest_cached`.
+        HAS_SCALES: Whether there are scales.
+    """
+    if LARGEST > 0:
+        # A cast to 8 bits does not saturate everywhere. NaN must stay: it tells of a broken row.
+        x = x.to(tl.float32)
+        if HAS_SCALES:
+            x = tl.div_rn(x, scales)
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+def largest_cached(dtype: torch.dtype) -> float:
+    """Return the magnitude that values are cut to before they are cast; 0 if they are cast as they are."""
+    return torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
+from asyncserve.gpu.kernels.paging import as_cached, largest_cached
 
 _PAIRS_PER_WARP = 256
 """Eight a thread: in both halves of a head one load of 16 bytes, in the dtypes of two."""
@@ -72,6 +73,7 @@ def rotate_and_write(
     keys: torch.Tensor,
     values: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
     num_heads: int,
     qk_norm: QKNorm | None,
@@ -87,6 +89,8 @@ def rotate_and_write(
         keys: `[num_blocks, num_kv_heads, block_len, head_dim]`, contiguous; written at the tokens' slots.
         values: As `keys`.
         slot_mapping: `[num_tokens] int64`, `block_id * block_len + offset`, or -1: not written to the cache.
+        scales: What K and V of an 8-bit cache are multiplied by when they are read, `[num_kv_heads] float32`
+            each; None for 1.
         num_heads: Heads of q.
         qk_norm: None: the heads are not normalized.
         tile: Heads and warps of a program, powers of two; None: one warp, with the heads that suit it.
@@ -104,10 +108,13 @@ def rotate_and_write(
         keys,
         values,
         slot_mapping,
+        *((None, None) if scales is None else scales),
         qkv if qk_norm is None else qk_norm.q_weight,
         qkv if qk_norm is None else qk_norm.k_weight,
         0.0 if qk_norm is None else qk_norm.eps,
         HAS_NORM=qk_norm is not None,
+        HAS_SCALES=scales is not None,
+        LARGEST=largest_cached(keys.dtype),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -185,10 +192,14 @@ def _rotate_and_write(
     keys_ptr: tl.tensor,
     values_ptr: tl.tensor,
     slots_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
     q_weight_ptr: tl.tensor,
     k_weight_ptr: tl.tensor,
     eps: tl.tensor,
     HAS_NORM: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    LARGEST: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -241,8 +252,19 @@ def _rotate_and_write(
         block = slot // CACHE_BLOCK_LEN
         row = (block * NUM_KV_HEADS + kv_head) * CACHE_BLOCK_LEN + slot % CACHE_BLOCK_LEN
         place = row[:, None] * HEAD_DIM + pair[None, :]
-        cache_dtype = keys_ptr.dtype.element_ty
-        tl.store(keys_ptr + place, first_rotated.to(cache_dtype), mask=is_key)
-        tl.store(keys_ptr + place + HALF, second_rotated.to(cache_dtype), mask=is_key)
-        tl.store(values_ptr + place, first.to(cache_dtype), mask=is_value)
-        tl.store(values_ptr + place + HALF, second.to(cache_dtype), mask=is_value)
+        k_scale = place
+        v_scale = place
+        if HAS_SCALES:
+            is_k = (head >= NUM_HEADS) & (head < END_OF_K)
+            is_v = (head >= END_OF_K) & (head < END_OF_K + NUM_KV_HEADS)
+            k_scale = tl.load(k_scale_ptr + kv_head, mask=is_k, other=1.0)[:, None]
+            v_scale = tl.load(v_scale_ptr + kv_head, mask=is_v, other=1.0)[:, None]
+        dtype: tl.constexpr = keys_ptr.dtype.element_ty
+        first_k = as_cached(first_rotated, k_scale, dtype, LARGEST, HAS_SCALES)
+        second_k = as_cached(second_rotated, k_scale, dtype, LARGEST, HAS_SCALES)
+        tl.store(keys_ptr + place, first_k, mask=is_key)
+        tl.store(keys_ptr + place + HALF, second_k, mask=is_key)
+        tl.store(values_ptr + place, as_cached(first, v_scale, dtype, LARGEST, HAS_SCALES), mask=is_value)
+        tl.store(
+            values_ptr + place + HALF, as_cached(second, v_scale, dtype, LARGEST, HAS_SCALES), mask=is_value
+        )

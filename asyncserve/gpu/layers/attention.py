@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from asyncserve.gpu.attention.interface import AttentionLayer, Projected, StepAttention
+from asyncserve.gpu.kv_scales import KVScales
 from asyncserve.gpu.layers.linear import Linear
 from asyncserve.gpu.layers.norm import RMSNorm, rms_norm, rms_norm_floor, rms_norm_gain
 from asyncserve.gpu.layers.rotary import Rotation, rotate
@@ -87,6 +88,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=norm_dtype or dtype)
         # gain `[num_heads + num_kv_heads, head_dim]` and floor: both norms at once.
         self.qk_norm: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.kv_scales: KVScales | None = None
         self.kernel: Callable[..., None] | None = None
         self.kernel_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from asyncserve.errors import CheckpointError
+from asyncserve.gpu.kv_scales import KVScales, StatedScales
 from asyncserve.gpu.layers.attention import Attention
 from asyncserve.gpu.layers.embedding import OutputHead
 from asyncserve.gpu.layers.linear import Linear
@@ -43,6 +44,8 @@ def fill_parameters(
 ) -> None:
     """Copy a checkpoint's tensors into a model's parameters, converting their dtype.
 
+    Scales of the KV cache go to the attention layers they are for.
+
     Args:
         model: Its parameters must have memory (not be on the meta device).
         weights: (checkpoint name, tensor) pairs in any order; each is let go of before the next is taken.
@@ -51,13 +54,14 @@ def fill_parameters(
     Raises:
         CheckpointError: A tensor is missing, unknown or of the wrong shape; names it.
     """
+    scales = StatedScales()
     views = parameter_views(model)
     missing = dict.fromkeys(views)
     for name, tensor in weights:
         own_name = name.removeprefix("model.")
         view = views.get(own_name)
         if view is None:
-            if own_name.endswith(_DERIVED_SUFFIX) or own_name in ignored:
+            if own_name.endswith(_DERIVED_SUFFIX) or own_name in ignored or scales.take(own_name, tensor):
                 continue
             raise CheckpointError(f"the checkpoint holds {name!r}, which the model has no place for")
         if tensor.shape != view.shape:
@@ -71,6 +75,16 @@ def fill_parameters(
         names = list(missing)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise CheckpointError(f"the checkpoint lacks {', '.join(names[:5])}{more}")
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Attention)}
+    found = scales.of_layers({path: module.layer.num_kv_heads for path, module in layers.items()})
+    for path, of_layer in found.items():
+        layers[path].kv_scales = of_layer
+
+
+def kv_scales(model: nn.Module) -> dict[int, KVScales]:
+    """Return the scales that a checkpoint stated for an 8-bit KV cache, by layer index."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    return {module.layer.layer_id: module.kv_scales for module in layers if module.kv_scales is not None}
 
 
 def finish_layers(model: nn.Module, *, fused: bool | None = None) -> None:

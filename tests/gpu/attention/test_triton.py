@@ -12,7 +12,7 @@ from tests.gpu.kernels.machine import DEVICE, MARKS, ON_GPU
 from tests.gpu.synchronization import waits_are_errors
 
 pytest.importorskip("triton")
-from asyncserve.gpu.attention.triton import TritonAttention
+from asyncserve.gpu.attention.triton import TritonAttention, lacking_capability
 from asyncserve.gpu.kernels.paged_decode import DecodeConfig
 from asyncserve.gpu.kernels.paged_prefill import PrefillConfig
 
@@ -33,6 +33,7 @@ class TritonInPieces(TritonAttention):
 class TestTritonInPieces(AttentionContract):
     backend_class = TritonInPieces
     device = DEVICE
+    is_exact = not ON_GPU  # the interpreter's cast to 8 bits loses what it carries
 
     def simulate(self, shape: Shape) -> Simulation:
         # It keeps nothing for a step's later layers, so that in the interpreter one is enough for each group.
@@ -134,6 +135,27 @@ def test_a_padded_step_gives_what_the_same_rows_alone_give(query_lens: list[int]
 def test_what_it_does_not_serve_is_said() -> None:
     spec = FullAttention(block_len=16, num_kv_heads=1, head_dim=512, dtype="bfloat16")
     assert TritonAttention().supports(spec, DEVICE) == "head_dim is 512; it serves at most 256"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "lack"),
+    [
+        ((9, 0), "float8_e4m3fn", None),
+        ((8, 9), "float8_e4m3fn", None),
+        (
+            (8, 6),
+            "float8_e4m3fn",
+            "for float8_e4m3fn (fp8_e5m2 would do) it needs compute capability 8.9, the device has 8.6",
+        ),
+        ((8, 0), "float8_e5m2", None),
+        ((7, 5), "bfloat16", "it needs compute capability 8.0, the device has 7.5"),
+        ((7, 5), "float8_e4m3fn", "it needs compute capability 8.9, the device has 7.5"),
+    ],
+)
+def test_what_a_device_lacks_for_a_dtype_is_said(
+    capability: tuple[int, int], dtype: str, lack: str | None
+) -> None:
+    assert lacking_capability(capability, dtype) == lack
 
 
 def test_the_steps_own_k_and_v_are_read_from_the_cache() -> None:

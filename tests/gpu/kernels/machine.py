@@ -1,7 +1,8 @@
 """Where kernels are tested: for real on a GPU, else in Triton's interpreter, on small shapes.
 
 The interpreter cuts bfloat16 off where a GPU rounds it, so there it is half as exact; float16 is rounded, and
-its tests hold the places of rounding.
+its tests hold the places of rounding. Of a cast to 8 bits it loses what is carried into the exponent, cuts
+subnormals off and makes a number of NaN: only what 8 bits can hold as it is comes out right.
 """
 
 import pytest
@@ -14,6 +15,8 @@ MARKS = [pytest.mark.gpu] if ON_GPU else []
 """For `pytestmark`: with a GPU these are tests that need one."""
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 ROUNDING = {
     torch.float32: 2e-6,  # a few units in the last place: approximate roots and exponentials

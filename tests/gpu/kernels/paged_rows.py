@@ -23,6 +23,7 @@ class Rows:
         block_len: Positions per block.
         dtype: Of q.
         cache_dtype: Of the cache; None for that of q.
+        scales: What K and V of the cache are multiplied by, by KV head.
         leftover: What the cache holds where none of these sequences has a position that it sees.
     """
 
@@ -38,6 +39,7 @@ class Rows:
     window_len: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
     leftover: float = torch.nan
 
     def __post_init__(self) -> None:
@@ -51,8 +53,6 @@ class Rows:
             table[row, :num] = order[taken : taken + num]
             taken += num
         shape = (len(order) + 1, self.num_kv_heads, self.block_len, self.head_dim)
-        self.keys = random(*shape, dtype=cache_dtype, seed=1)
-        self.values = random(*shape, dtype=cache_dtype, seed=2)
         is_position = torch.zeros(len(order) + 1, self.block_len, dtype=torch.bool)
         for row, seq_len in enumerate(self.seq_lens):
             first = 0
@@ -63,8 +63,12 @@ class Rows:
                 block = table[row, position // self.block_len]
                 is_position[block, position % self.block_len] = True
         unwritten = ~is_position[:, None, :, None].to(DEVICE)
-        self.keys.masked_fill_(unwritten, self.leftover)
-        self.values.masked_fill_(unwritten, self.leftover)
+        self.keys, self.values = (
+            random(*shape, dtype=torch.float32, seed=seed)
+            .masked_fill_(unwritten, self.leftover)
+            .to(cache_dtype)
+            for seed in (1, 2)
+        )
         self.block_table = table.to(DEVICE)
         self.lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=DEVICE)
         num_tokens = sum(self.query_lens)
@@ -101,6 +105,8 @@ class Rows:
             cache[blocks].to(self.dtype).double().transpose(1, 2).flatten(0, 1)[:seq_len]
             for cache in (self.keys, self.values)
         )
+        if self.scales is not None:
+            k, v = (x * scale.double()[:, None] for x, scale in zip((k, v), self.scales, strict=True))
         if self.window_len is not None:
             k[: max(0, seq_len - num_queries - self.window_len + 1)] = 0
             v[: max(0, seq_len - num_queries - self.window_len + 1)] = 0

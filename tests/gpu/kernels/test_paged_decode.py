@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.kernels.machine import DEVICE, DTYPES, MARKS, ON_GPU, random
+from tests.gpu.kernels.machine import DEVICE, DTYPES, FP8_DTYPES, MARKS, ON_GPU, random
 from tests.gpu.kernels.paged_rows import Rows
 
 pytest.importorskip("triton")
@@ -66,6 +66,7 @@ def attend(
         window_len=rows.window_len,
         softcap=rows.softcap,
         sinks=rows.sinks,
+        scales=rows.scales,
     )
     if not (ON_GPU and torch.cuda.is_current_stream_capturing()):
         assert not scratch.arrived.any(), "the next launch would count on"
@@ -73,6 +74,11 @@ def attend(
 
 def decode_rows(seq_lens: list[int], **shape: Any) -> Rows:
     return Rows(seq_lens=seq_lens, query_lens=[1] * len(seq_lens), **shape)
+
+
+def scales() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return some for two KV heads."""
+    return torch.tensor([0.3, 2.0], device=DEVICE), torch.tensor([1.7, 0.05], device=DEVICE)
 
 
 def num_programs(rows: Rows, num_splits: int) -> int:
@@ -131,6 +137,28 @@ def test_a_cache_of_another_dtype_is_taken_in_the_dtype_of_the_queries(cache_dty
     dtype = torch.float16 if cache_dtype == torch.float32 else torch.float32
     rows = decode_rows([3, 50], dtype=dtype, cache_dtype=cache_dtype)
     attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "num_splits", "cache_dtype"),
+    [(torch.float32, 4, FP8_DTYPES[0]), (torch.bfloat16, 1, FP8_DTYPES[1])],
+)
+def test_a_cache_of_8_bits_is_read_with_its_scales(
+    dtype: torch.dtype, num_splits: int, cache_dtype: torch.dtype
+) -> None:
+    sinks = random(4, dtype=torch.float32, seed=5)
+    rows = decode_rows(
+        LENGTHS,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        sinks=sinks,
+        softcap=5.0,
+        window_len=100,
+        scales=scales(),
+    )
+    attend(rows, small_config(num_programs=num_programs(rows, num_splits)))
     rows.check()
 
 
@@ -301,7 +329,14 @@ class Projected:
         qkv, keys, values = self.qkv.clone(), self.rows.keys.clone(), self.rows.values.clone()
         num_heads = self.rows.num_heads
         rotate_and_write(
-            qkv, *self.rotation, keys, values, self.slots, num_heads=num_heads, qk_norm=self.norm
+            qkv,
+            *self.rotation,
+            keys,
+            values,
+            self.slots,
+            self.rows.scales,
+            num_heads=num_heads,
+            qk_norm=self.norm,
         )
         return qkv.view(len(qkv), -1, self.rows.head_dim)[:, :num_heads], keys, values
 
@@ -321,8 +356,10 @@ class Projected:
         assert torch.equal(self.qkv, before)
         # A sum in another order may round a value another way, once in a long while.
         unit = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[self.rows.dtype]
-        torch.testing.assert_close(self.rows.keys, keys, rtol=unit, atol=unit, equal_nan=True)
-        torch.testing.assert_close(self.rows.values, values, rtol=0, atol=0, equal_nan=True)
+        if keys.dtype.itemsize == 1:
+            unit = torch.finfo(keys.dtype).eps
+        torch.testing.assert_close(self.rows.keys.float(), keys.float(), rtol=unit, atol=unit, equal_nan=True)
+        torch.testing.assert_close(self.rows.values.float(), values.float(), rtol=0, atol=0, equal_nan=True)
         self.rows.q, self.rows.keys, self.rows.values = q, keys, values
         self.rows.check()
 
@@ -378,6 +415,19 @@ def test_a_projection_is_attended_to_as_the_cache_holds_it(cache_dtype: torch.dt
     torch.testing.assert_close(rows.keys, keys, rtol=2**-7, atol=2**-9, equal_nan=True)
     rows.q, rows.keys, rows.values = q, keys, values
     rows.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "num_splits", "cache_dtype"),
+    [(torch.float32, 4, FP8_DTYPES[0]), (torch.bfloat16, 1, FP8_DTYPES[1])],
+)
+def test_a_projection_is_written_to_a_cache_of_8_bits_and_attended_to_as_it_stands_there(
+    dtype: torch.dtype, num_splits: int, cache_dtype: torch.dtype
+) -> None:
+    lengths = LENGTHS if ON_GPU else [1, 16, 18, 70]
+    rows = decode_rows(lengths, dtype=dtype, cache_dtype=cache_dtype, scales=scales())
+    Projected(rows).check(small_config(num_programs=num_programs(rows, num_splits)))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.kernels.machine import DEVICE, DTYPES, MARKS, ON_GPU, random
+from tests.gpu.kernels.machine import DEVICE, DTYPES, FP8_DTYPES, MARKS, ON_GPU, random
 from tests.gpu.kernels.paged_rows import Rows
 
 pytest.importorskip("triton")
@@ -48,6 +48,7 @@ def serve(rows: Rows, config: PrefillConfig, **which: Any) -> None:
         window_len=rows.window_len,
         softcap=rows.softcap,
         sinks=rows.sinks,
+        scales=rows.scales,
         **which,
     )
 
@@ -170,6 +171,20 @@ def test_scores_are_capped_and_a_sink_takes_its_share(
 def test_a_cache_of_another_dtype_is_taken_in_the_dtype_of_the_queries(cache_dtype: torch.dtype) -> None:
     dtype = torch.float16 if cache_dtype == torch.float32 else torch.float32
     rows = prefill_rows([(3, 2), (50, 50)], dtype=dtype, cache_dtype=cache_dtype)
+    attend(rows, small_config())
+    rows.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [(torch.float32, FP8_DTYPES[0]), (torch.bfloat16, FP8_DTYPES[1])]
+)
+def test_a_cache_of_8_bits_is_read_with_its_scales(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    scales = (torch.tensor([0.3, 2.0], device=DEVICE), torch.tensor([1.7, 0.05], device=DEVICE))
+    sinks = random(4, dtype=torch.float32, seed=5)
+    rows = prefill_rows(
+        RAGGED, dtype=dtype, cache_dtype=cache_dtype, sinks=sinks, softcap=5.0, window_len=50, scales=scales
+    )
     attend(rows, small_config())
     rows.check()
 

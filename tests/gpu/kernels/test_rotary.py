@@ -7,7 +7,7 @@ import torch
 
 from asyncserve.gpu.layers import norm as composition
 from asyncserve.gpu.layers.rotary import Rotary, Rotation, rotate
-from tests.gpu.kernels.machine import DEVICE, DTYPES, MARKS, ON_GPU, ROUNDING, assert_near, random
+from tests.gpu.kernels.machine import DEVICE, DTYPES, FP8_DTYPES, MARKS, ON_GPU, ROUNDING, assert_near, random
 
 pytest.importorskip("triton")
 from asyncserve.gpu.kernels.rotary import QKNorm, make_rotation, rotate_and_write
@@ -82,13 +82,18 @@ class Case:
         self.slots = slots[: shape.num_tokens].to(DEVICE)
         self.slots[1::5] = -1
 
-    def run(self, tile: tuple[int, int] | None = None) -> None:
+    def run(
+        self,
+        tile: tuple[int, int] | None = None,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         rotate_and_write(
             self.qkv,
             *self.rotation,
             self.keys,
             self.values,
             self.slots,
+            scales,
             num_heads=self.shape.num_heads,
             qk_norm=self.norm,
             tile=tile,
@@ -210,6 +215,48 @@ def test_a_cache_of_another_dtype_gets_what_is_left_in_q_and_k_rounded_once_more
             written = cache[block[token], :, offset[token]]
             tolerance = 0.0 if ON_GPU or cache_dtype != torch.bfloat16 else ROUNDING[cache_dtype]
             torch.testing.assert_close(written, fresh[token].to(cache_dtype), rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_a_cache_of_8_bits_gets_k_and_v_over_their_scales_cut_to_its_range(
+    has_scales: bool, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    case = Case(Shape(num_heads=3, num_kv_heads=3), dtype, cache_dtype=cache_dtype)
+    # V is such that 8 bits hold it as it is, but for what is beyond their range; powers of two keep it so.
+    scales = [torch.tensor([0.5, 4.0, 2.0**-6], device=DEVICE), torch.tensor([2.0, 0.25, 1.0], device=DEVICE)]
+    case.heads[:, 6:] = case.heads[:, 6:].float().to(cache_dtype).to(dtype)
+    case.heads[2, 7, :3] = torch.tensor([6e4, -6e4, 0.0])
+    case.before = case.heads.clone()
+    case.run(scales=(scales[0], scales[1]) if has_scales else None)
+    block, offset = case.slots // 4, case.slots % 4
+    largest = torch.finfo(cache_dtype).max
+    for cache, fresh, scale in zip(
+        (case.keys, case.values), case.heads[:, 3:].split(3, 1), scales, strict=True
+    ):
+        for token in (0, 2):
+            written = cache[block[token], :, offset[token]].float()
+            exact = fresh[token].float() / (scale[:, None] if has_scales else 1.0)
+            expected = exact.clamp(-largest, largest).to(cache_dtype).float()
+            if ON_GPU or cache is case.values:
+                assert torch.equal(written, expected)
+            else:
+                assert (written != expected).float().mean() < 0.15
+                assert (written.abs() >= 0.5 * expected.abs() - 2**-8).all()
+                assert (written.abs() <= (1 + torch.finfo(cache_dtype).eps) * expected.abs()).all()
+    assert case.values[block[2], 1, offset[2], :2].float().abs().tolist() == [largest] * 2
+    assert_nothing_around_is_written(case)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter makes a number of NaN")
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
+def test_nan_stays_nan_in_8_bits(cache_dtype: torch.dtype) -> None:
+    case = Case(Shape(), torch.bfloat16, cache_dtype=cache_dtype)
+    case.heads[2, 6, 0] = torch.nan
+    case.run()
+    slot = int(case.slots[2])
+    assert case.values[slot // 4, 0, slot % 4].float().isnan().tolist() == [True, *[False] * 15]
 
 
 def test_the_projection_may_be_part_of_wider_rows() -> None:

@@ -22,6 +22,8 @@ TINY = Extent(
     mix_requests=3,
     mix_lens=(2, 10),
     mix_repeats={"": 1},
+    capacity_requests=12,
+    capacity_lens=(24, 8),
     online_lens=(8, 6),
     online_loads={"": (OnlineLoad(concurrency=1, num_requests=2), OnlineLoad(concurrency=4, num_requests=8))},
     num_clients=2,

@@ -57,6 +57,29 @@ def test_only_what_is_asked_for_is_measured_and_steps_alone_on_the_engine(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_pool_of_the_same_bytes_holds_twice_as_many_requests_in_half_the_bits(tmp_path: Path) -> None:
+    shape = tiny_shape(tmp_path / "tiny")
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer", shape.vocab_size))
+    most = {}
+    for kv_cache_dtype, num_bytes in (("bfloat16", 2), ("fp8", 1)):
+        # 12 blocks of 16 positions in bfloat16; a request comes to two of them.
+        pool = 12 * 16 * shape.kv_bytes_per_token()
+        further = {
+            **ON_CPU,
+            "kv_cache_dtype": kv_cache_dtype,
+            "kv_cache_memory_bytes": pool,
+            "max_num_seqs": 16,
+        }
+        *_, row = offline.measure(shape, tokenizer, TINY, further=further, only=["capacity"])
+        assert (row["kind"], row["kv_cache_dtype"], row["num_requests"]) == ("capacity", kv_cache_dtype, 12)
+        assert row["num_blocks"] == 12 * 2 // num_bytes - 1
+        assert row["median_running"] <= row["most_running"]
+        assert offline.bytes_per_kv_value(further) == num_bytes
+        most[kv_cache_dtype] = row["most_running"]
+    assert most == {"bfloat16": 5, "fp8": 11}
+
+
+@pytest.mark.slow
 def test_a_measurement_that_fails_leaves_the_others(tmp_path: Path) -> None:
     shape = tiny_shape(tmp_path / "tiny")
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer", shape.vocab_size))

@@ -1,0 +1,52 @@
+"""The option `--kv-events-config`: a JSON object with vLLM's names and defaults, checked.
+
+Knows no socket.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from asyncserve.errors import ConfigError
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class KVEventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is published, and where.
+
+    Args:
+        enable_kv_cache_events: Whether anything is.
+        publisher: How; null for not at all, None for zmq.
+        endpoint: ZeroMQ address of the PUB socket. One with a `*` or `::`, and any ipc one, is bound; to any
+            other the socket connects.
+        replay_endpoint: Of the ROUTER socket at which batches are asked for again; None for none.
+        buffer_steps: Batches that can be asked for again.
+        hwm: Batches that wait for one slow subscriber before it misses some; 0 for any number.
+        max_queue_size: Batches that wait to be sent before some are left to be asked for.
+        topic: First frame of every message; subscribers filter by it.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = None
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: _Count = 10_000
+    hwm: Annotated[int, msgspec.Meta(ge=0)] = 100_000
+    max_queue_size: _Count = 100_000
+    topic: str = ""
+
+
+def read_settings(text: str | None) -> KVEventsSettings | None:
+    """Read the option's value; None if nothing is to be published.
+
+    Raises:
+        ConfigError: It is no such object.
+    """
+    if text is None:
+        return None
+    try:
+        settings = msgspec.json.decode(text, type=KVEventsSettings)
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"kv_events_config is {text!r}: {error}") from error
+    return settings if settings.enable_kv_cache_events and settings.publisher != "null" else None
