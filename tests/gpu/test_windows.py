@@ -104,7 +104,7 @@ def test_tokens_depend_on_nothing_that_the_window_has_passed(
         enable_prefix_caching=enable_prefix_caching,
     )
     assert tokens == [expected(subject, prompt, NUM_TOKENS) for prompt in prompts]
-    assert len(prompts[1]) > 2 * WINDOW_LEN
+    assert max(map(len, prompts)) > 2 * WINDOW_LEN
     assert statistics.num_window_blocks_freed > len(prompts)
     if enable_prefix_caching:
         assert statistics.prefix_cache_hits > 0
