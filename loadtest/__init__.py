@@ -10,6 +10,7 @@ and takes times), `replay_server` and `ceiling` (what the client could take at m
 `loadtest.soak` does so for long, to a server it starts with faults injected, and `loadtest.endings` ends one;
 `loadtest.idle_connections` measures what connections cost that say nothing;
 `loadtest.frontend`, `loadtest.parsing` and `loadtest.structured` measure parts of asyncserve on a CPU;
+`loadtest.kv_use` counts how full the blocks of the KV cache are, and what is saved by sharing them;
 `loadtest.gpu` measures everything on a GPU, without a server being there: model shapes with random weights;
 `loadtest.kernels`, `loadtest.linears`, `loadtest.attention` and `loadtest.sampling` measure kernels alone;
 `loadtest.accuracy` holds what a model says on a GPU against what it says on a CPU, `loadtest.cache_accuracy`

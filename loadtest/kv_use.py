@@ -1,7 +1,7 @@
 """How full the KV cache's blocks are, and what sequences of one request save by sharing them.
 
-`python -m loadtest.kv_use [MODEL]`, run in the repository's root. A scheduler is driven step by step, without a
-clock: so many requests run at once, and each that ends is followed by the next. The lengths of prompts and
+`python -m loadtest.kv_use [MODEL]`, run in the repository's root. A scheduler is driven step by step, without
+a clock: so many requests run at once, and each that ends is followed by the next. The lengths of prompts and
 outputs are drawn from log-normal distributions with the means of the data sets of the PagedAttention paper
 (arXiv 2309.06180, figure 11), ShareGPT and Alpaca, and from both in turn. Over all steps between the first
 end of a request and the last beginning it reports

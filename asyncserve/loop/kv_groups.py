@@ -498,11 +498,13 @@ class KVAllocator:
             The new blocks by group; None, and no change, if there are too few.
         """
         table = sequence.block_table
-        growing = [
-            manager
-            for manager in self._growing_managers
-            if len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
-        ]
+        growing = self._growing_managers
+        if self.num_groups > 1:
+            growing = tuple(
+                manager
+                for manager in growing
+                if len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
+            )
         if len(growing) > self.pool.num_free:
             return None
         new_ids: list[list[int]] = [[] for _ in self._managers]
@@ -533,16 +535,17 @@ class KVAllocator:
         if num_full <= num_registered:
             return
         self.hash_blocks(sequence, num_full)
+        register = self.pool.register
         for manager in self._managers:
-            block_ids = sequence.block_table.block_ids[manager.group_id]
             step = manager.digests_per_block
-            new = []
-            for block_idx in range(num_registered // step, num_full // step):
-                block_id = block_ids[block_idx]
-                if block_id != NULL_BLOCK and self.pool.register(
-                    block_id, sequence.block_digests[(block_idx + 1) * step - 1]
-                ):
-                    new.append(block_idx)
+            first, end = num_registered // step, num_full // step
+            block_ids = sequence.block_table.block_ids[manager.group_id][first:end]
+            digests = sequence.block_digests[(first + 1) * step - 1 : end * step : step]
+            new = [
+                block_idx
+                for block_idx, block_id, digest in zip(range(first, end), block_ids, digests, strict=True)
+                if block_id != NULL_BLOCK and register(block_id, digest)
+            ]
             if new and self._cache_log is not None:
                 self._log_stored(self._cache_log, manager, sequence, new)
         sequence.num_registered_blocks = num_full
@@ -787,6 +790,9 @@ class KVAllocator:
 
     def _note_covered(self, sequence: SequenceState) -> None:
         table = sequence.block_table
+        if self.num_groups == 1:
+            table.covered_len = len(table.block_ids[0]) * self._managers[0].block_len
+            return
         table.covered_len = min(
             len(block_ids) * manager.block_len
             for manager, block_ids in zip(self._managers, table.block_ids, strict=True)
