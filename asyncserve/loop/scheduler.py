@@ -820,8 +820,6 @@ class Scheduler:
             row.last_step_id = draft.step_id
         for row in rows:
             row.num_computed_tokens += 1
-        if begins:
-            self._allocator.register(first)
         if beams.has_sampled:
             draft.beam_rows += rows
         else:
