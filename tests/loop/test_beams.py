@@ -186,7 +186,7 @@ def test_a_search_whose_blocks_others_took_before_it_samples_goes_back_whole() -
 
 
 def test_a_search_does_not_enter_before_there_are_blocks_for_all_its_rows() -> None:
-    bench = Bench(info(num_blocks=9, max_model_len=16))
+    bench = Bench(info(num_blocks=8, max_model_len=16))
     bench.add(prompt(9, 20), max_tokens=4)
     ids = add_search(bench, 4, prompt(6), max_tokens=2)
     bench.run()
