@@ -382,7 +382,7 @@ class KVAllocator:
         ]
         for (row, _), (digests, num_registered, dropped) in zip(moved, known, strict=True):
             row.block_digests = digests
-            row.num_registered_blocks = min(num_registered, num_digests)
+            row.num_registered_blocks = num_registered
             row.block_table.dropped = sorted({*row.block_table.dropped, *dropped})
 
     def advance(self, sequence: SequenceState) -> list[list[int]] | None:
