@@ -6,8 +6,8 @@ thread, several processes or a fake. Rules that every plan keeps (checked by `te
 * slots in `sequences` are distinct; a slot is admitted before (or in) the first plan that uses it and not
   used after the plan that releases it, until admitted again;
 * `num_tokens` is at most the token budget, every `ScheduledSequence.num_tokens` at least 1, but for a branch:
-  a sequence of 0 tokens stands behind another that samples, or behind further branches of it, has just been
-  admitted with the same known tokens, and samples its own first token from that one's logits;
+  a sequence of 0 tokens stands behind another that samples, or behind further branches of it, was admitted
+  with the same known tokens and has computed none, and samples its own first token from that one's logits;
 * block ids are in `1 … num_blocks - 1` (block 0 is the null block) and a slot's table, as built up by
   appends, covers `start + num_tokens` positions of every sequence scheduled;
 * the table of a group of window layers may begin with null blocks, all in its first append, where every

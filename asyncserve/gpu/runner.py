@@ -251,7 +251,7 @@ class ModelRunner:
         )
         size = StepSize(num_rows=num_rows, num_tokens=num_tokens, num_long_rows=num_long)
         # A sequence that begins may share a block that the same step fills.
-        is_decode = num_rows == num_tokens == num_samples and not plan.admitted
+        is_decode = num_rows == num_tokens == num_samples and not num_long and not plan.admitted
         return self._graphs.find(size, is_decode=is_decode)
 
     def _forward(self, batch: Batch) -> torch.Tensor:

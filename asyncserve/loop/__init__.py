@@ -22,6 +22,7 @@ Files in the order a request meets them:
 * waiting: the waiting sequences, in the order of the policy
 * scheduler: which sequences compute how many tokens in the next step; what a finished step means
 * suspects: sequences of failed steps, tried by halves until the culprit is found
+* beams: the rows of a beam search, which the scheduler moves as one
 * beam_search: which rows of a beam search go on, what is finished, when it is over
 * sequence_limits: how long a sequence may be
 * step_limit: the most tokens of a step, fewer for a while after one lacked memory

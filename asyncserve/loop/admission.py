@@ -146,6 +146,8 @@ class Admission:
         vocab_size: Every token id is below it.
         max_sequence_len: Most tokens of one sequence, by the model's context and the KV pool.
         check_admissible: Given prompt and output length, raises `PromptTooLong` if they can never fit.
+        check_search: Given the rows of a beam search, prompt and output length, raises `InvalidRequest` if
+            they can never run together.
             Nothing further on checks lengths again.
     """
 
@@ -153,6 +155,7 @@ class Admission:
     vocab_size: int
     max_sequence_len: int
     check_admissible: Callable[[int, int], None]
+    check_search: Callable[[int, int, int], None]
     _longest_token_bytes: int | None = dataclasses.field(default=None, init=False)
 
     def rendered(self, prompt: Prompt) -> TextPrompt | TokensPrompt:
@@ -242,12 +245,12 @@ class Admission:
 
         Raises:
             PromptTooLong: Prompt, or prompt plus a given `max_tokens`, exceeds the context or the KV pool.
-            InvalidRequest: Every allowed token is forbidden.
+            InvalidRequest: Every allowed token is forbidden, or a beam search cannot be served.
         """
         sampling = request.sampling
-        if sampling.use_beam_search:
-            raise InvalidRequest("beam searches are not served yet", param="use_beam_search")
         max_output_len = self._max_output_len(request, len(prompt_token_ids))
+        if sampling.use_beam_search:
+            self.check_search(sampling.num_sequences, len(prompt_token_ids), max_output_len)
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if grammar is not None:
             # Also with `ignore_eos`: nothing follows a complete text.

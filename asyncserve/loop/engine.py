@@ -157,6 +157,7 @@ class Engine:
             vocab_size=info.vocab_size,
             max_sequence_len=scheduler.limits.max_len,
             check_admissible=scheduler.limits.check,
+            check_search=scheduler.limits.check_search,
         )
         self._pipeline = Pipeline(
             executor=self._executor,

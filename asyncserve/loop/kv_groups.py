@@ -13,6 +13,7 @@ gets them writes them later. They stay findable as any other free block.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from asyncserve.errors import ConfigError, InvariantError
@@ -183,6 +184,11 @@ class KVAllocator:
         return longest_held(self._groups, self.pool.num_usable, self._chunk_len)
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state."""
+        return self._growing_managers != self._managers
+
+    @property
     def num_usable(self) -> int:
         """Blocks that can be held, all groups together."""
         return self.pool.num_usable
@@ -336,6 +342,48 @@ class KVAllocator:
         branch.num_computed_tokens = num_tokens
         return copies
 
+    def fork_cost(self, num_tokens: int) -> int:
+        """Return how many blocks a branch that writes has for itself, of so many computed tokens."""
+        return sum(
+            manager.spec.blocks_for(num_tokens) - num_tokens // manager.block_len
+            for manager in self._managers
+        )
+
+    def inherit(self, rows: Sequence[SequenceState], parents: Sequence[int], num_tokens: int) -> None:
+        """Let rows of a beam search hold the full blocks of others in place of their own, all at once.
+
+        The device has done so already. A block that no row holds any more is free.
+
+        Args:
+            rows: All of them; they have computed equally many tokens, and hold as many blocks.
+            parents: Which row's blocks each takes.
+            num_tokens: Those computed by the step that has chosen so.
+        """
+        moved = [
+            (row, rows[parent]) for row, parent in zip(rows, parents, strict=True) if row is not rows[parent]
+        ]
+        for manager in self._managers:
+            group_id, num_full = manager.group_id, num_tokens // manager.block_len
+            changes = []
+            for row, parent in moved:
+                own, taken = row.block_table.block_ids[group_id], parent.block_table.block_ids[group_id]
+                first = _first_difference(own, taken, num_full)
+                changes.append((own, first, taken[first:num_full]))
+            for _, _, block_ids in changes:
+                self.pool.share(block_ids)
+            for own, first, block_ids in changes:
+                self.pool.release(own[first:num_full])
+                own[first:num_full] = block_ids
+        num_digests = num_tokens // self.block_len
+        known = [
+            (parent.block_digests[:num_digests], parent.num_registered_blocks, parent.block_table.dropped[:])
+            for _, parent in moved
+        ]
+        for (row, _), (digests, num_registered, dropped) in zip(moved, known, strict=True):
+            row.block_digests = digests
+            row.num_registered_blocks = min(num_registered, num_digests)
+            row.block_table.dropped = sorted({*row.block_table.dropped, *dropped})
+
     def advance(self, sequence: SequenceState) -> list[list[int]] | None:
         """Let go of what the sequence's windows have passed, before its next chunk is planned.
 
@@ -392,6 +440,18 @@ class KVAllocator:
             table.block_ids[manager.group_id].extend(new_ids[manager.group_id])
         self._note_covered(sequence)
         return new_ids
+
+    def extend_cost(self, sequence: SequenceState) -> int:
+        """Return how many blocks `extend` would add."""
+        table = sequence.block_table
+        return sum(
+            len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
+            for manager in self._growing_managers
+        )
+
+    def most_taken(self, num_tokens: int) -> int:
+        """Return the most blocks that `take` needs for a sequence of so many known tokens."""
+        return sum(manager.spec.most_held(num_tokens, self._chunk_len) for manager in self._managers)
 
     def register(self, sequence: SequenceState) -> None:
         """Make the sequence's full blocks findable, as far as planned steps fill them with known tokens."""
@@ -510,6 +570,11 @@ class KVAllocator:
             len(block_ids) * manager.block_len
             for manager, block_ids in zip(self._managers, table.block_ids, strict=True)
         )
+
+
+def _first_difference(own: list[int], taken: list[int], num_blocks: int) -> int:
+    """Return where the tables of two rows part; none of their blocks are the same behind that."""
+    return bisect_left(range(num_blocks), True, key=lambda idx: own[idx] != taken[idx])
 
 
 def _manager_class(group: KVGroup) -> type[FullAttentionManager]:

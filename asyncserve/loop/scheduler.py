@@ -45,6 +45,7 @@ from asyncserve.errors import (
     StepFailed,
     StepOutOfMemory,
 )
+from asyncserve.loop.beams import BeamRows
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
@@ -83,10 +84,22 @@ class _Draft:
     """A plan in the making.
 
     `prefills`: (sequence, num_tokens) in order, already counted as computed. `branches`: by the sequence they
-    branch off from, which is among the prefills.
+    branch off from, which is among the prefills. `searches`: beam searches that sample; `beam_rows`: rows of
+    them that have sampled before.
     """
 
-    __slots__ = ("admitted", "appends", "branches", "budget_left", "copies", "decodes", "prefills", "step_id")
+    __slots__ = (
+        "admitted",
+        "appends",
+        "beam_rows",
+        "branches",
+        "budget_left",
+        "copies",
+        "decodes",
+        "prefills",
+        "searches",
+        "step_id",
+    )
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.step_id = step_id
@@ -95,8 +108,15 @@ class _Draft:
         self.prefills: list[tuple[SequenceState, int]] = []
         self.branches: dict[SequenceState, list[SequenceState]] = {}
         self.copies: list[BlockCopy] = []
+        self.searches: list[BeamRows] = []
+        self.beam_rows: list[SequenceState] = []
         self.admitted: list[SlotAssignment] = []
         self.appends: list[BlockAppend] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody computes anything yet."""
+        return not (self.decodes or self.prefills or self.beam_rows)
 
 
 @dataclass(slots=True)
@@ -104,7 +124,7 @@ class _InFlight:
     """A plan not yet applied: the states in the order of `plan.sequences`, and those of them that sample.
 
     Of the latter the first `num_decodes` have had tokens before. `is_trial`: it holds suspects and nobody
-    else.
+    else. `searches`: Beam searches whose rows sample.
     """
 
     plan: StepPlan
@@ -112,6 +132,7 @@ class _InFlight:
     sampling: list[SequenceState]
     num_decodes: int
     is_trial: bool
+    searches: list[BeamRows]
 
 
 class StepDeltas(NamedTuple):
@@ -169,6 +190,9 @@ class Scheduler:
             context_len=info.max_model_len,
             pool_len=self._allocator.capacity_len,
             max_prompt_len=None if enable_chunked_prefill else self._budget,
+            max_width=min(info.num_slots, self._budget),
+            num_blocks=self._allocator.num_usable,
+            most_blocks=None if self._allocator.keeps_states else self._allocator.most_taken,
         )
         # Room kept for decode steps when a prompt is admitted beside others, so that it is not preempted at
         # once.
@@ -180,6 +204,10 @@ class Scheduler:
         # Running sequences: whole prompt planned, or not yet; each list sorted by order.
         self._decoding: list[SequenceState] = []
         self._prefilling: list[SequenceState] = []
+        # Running beam searches, sorted by the order of their first rows.
+        self._searches: list[BeamRows] = []
+        self._beams: dict[SequenceState, BeamRows] = {}  # of every live row
+        self._next_search_id = 0
         self._in_flight: deque[_InFlight] = deque()
         self._next_step_id = 0
         self._last_applied_step_id = -1
@@ -238,12 +266,20 @@ class Scheduler:
         sequence = SequenceState(request, timeline, order, self._allocator.num_groups)
         leader = None if leader_id is None else self._sequences.get(leader_id)
         self._sequences[request.sequence_id] = sequence
-        if leader is not None and leader.last_step_id < 0 and leader.status is SequenceStatus.WAITING:
+        if request.request.sampling.use_beam_search:
+            beams = None if leader is None else self._beams.get(leader)
+            if beams is None:
+                beams = BeamRows(sequence)
+            else:
+                beams.rows.append(sequence)
+            sequence.rows = beams.rows
+            self._beams[sequence] = beams
+        elif leader is not None and leader.last_step_id < 0 and leader.status is SequenceStatus.WAITING:
             sequence.follow(leader)
         self._waiting.push(sequence)
 
     def abort(self, sequence_id: int) -> bool:
-        """End a sequence whose output nobody wants any more, whatever it is doing.
+        """End a sequence whose output nobody wants any more, whatever it is doing; all rows of a beam search.
 
         Returns:
             False if it is unknown or has ended. Either way no further delta of it comes.
@@ -251,20 +287,22 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return False
-        if sequence.status is SequenceStatus.WAITING:
-            if not sequence.trial_len:
-                self._waiting.remove(sequence)
-        elif sequence.status is SequenceStatus.RUNNING:
+        rows = self._rows_of(sequence)
+        if sequence.status is SequenceStatus.RUNNING:
             self._leave_running(sequence)
-        self._end(sequence)
-        self._release_if_unmentioned(sequence)
+        for row in rows:
+            if row.status is SequenceStatus.WAITING and not row.trial_len:
+                self._waiting.remove(row)
+            self._end(row)
+        for row in rows:
+            self._release_if_unmentioned(row)
         return True
 
     def pause(self, sequence_id: int) -> bool:
         """Let a sequence rest, whatever it is doing: it gives up slot and blocks until it is resumed.
 
         As with a preemption, its blocks stay cached until others need them, tokens of steps in flight still
-        come, and it goes on with all its known tokens.
+        come, and it goes on with all its known tokens. With a row of a beam search all of them rest.
 
         Returns:
             False if it is unknown, has ended or is paused already.
@@ -272,18 +310,20 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence_id in self._paused:
             return False
-        self._paused.add(sequence_id)
-        self._num_pauses += 1
+        rows = self._rows_of(sequence)
+        self._paused.update(row.sequence_id for row in rows)
+        self._num_pauses += len(rows)
         sequence.leave_family()
-        is_suspect = sequence.trial_len > 0
-        if is_suspect:
-            # If a step fails because of it, that will show when it goes on.
-            self._suspects.clear(sequence)
-        if sequence.status is SequenceStatus.WAITING:
-            if not is_suspect:
-                self._waiting.remove(sequence)
-            sequence.status = SequenceStatus.PAUSED
-        elif sequence.status is SequenceStatus.RUNNING:
+        for row in rows:
+            is_suspect = row.trial_len > 0
+            if is_suspect:
+                # If a step fails because of it, that will show when it goes on.
+                self._suspects.clear(row)
+            if row.status is SequenceStatus.WAITING:
+                if not is_suspect:
+                    self._waiting.remove(row)
+                row.status = SequenceStatus.PAUSED
+        if sequence.status is SequenceStatus.RUNNING:
             self._put_back(sequence)
         return True
 
@@ -295,11 +335,11 @@ class Scheduler:
         """
         if sequence_id not in self._paused:
             return False
-        self._paused.remove(sequence_id)
-        sequence = self._sequences[sequence_id]
-        if sequence.status is SequenceStatus.PAUSED:
-            sequence.status = SequenceStatus.WAITING
-            self._waiting.push(sequence)
+        for row in self._rows_of(self._sequences[sequence_id]):
+            self._paused.remove(row.sequence_id)
+            if row.status is SequenceStatus.PAUSED:
+                row.status = SequenceStatus.WAITING
+                self._waiting.push(row)
         return True
 
     def plan(self, now_s: float) -> StepPlan | None:
@@ -317,10 +357,13 @@ class Scheduler:
             if self._plan_trial(draft, now_s):
                 return self._submit(draft, [], is_trial=True)
             # Those that run hold what it needs: they go on, and give it back in the end.
+        for beams in self._searches[:]:
+            if beams.first.status is SequenceStatus.RUNNING and beams.is_ready:
+                self._plan_search(draft, beams)
         scheduled = self._plan_decodes(draft)
         if draft.budget_left > 0:
             self._plan_prefills(draft, now_s)
-        if not draft.decodes and not draft.prefills:
+        if draft.is_empty:
             if not self._in_flight and not self.is_idle:
                 raise InvariantError(
                     f"{len(self._waiting)} sequences wait, {len(self._decoding)} decode,"
@@ -364,6 +407,8 @@ class Scheduler:
                 token_ids.append(token_id)
         for sequence, token_id in zip(sampling[num_plain:], sampled[num_plain:], strict=True):
             self._apply_row(sequence, token_id, output, now_s, deltas)
+        for beams in entry.searches:
+            self._apply_search(beams, output, now_s, deltas)
         plain, plain_ids = sampling[:num_plain], sampled[:num_plain]
         if others:
             plain_ids = [
@@ -373,12 +418,13 @@ class Scheduler:
         if len(self._sequences) != num_live:
             self._drop_ended()
         if self._num_releasing:
-            for sequence in entry.states:
-                self._release_if_unmentioned(sequence)
+            self._release_unmentioned(entry)
         self._num_failed_alone = 0
         if entry.is_trial:
             for sequence in entry.states:
-                if 0 < sequence.trial_len <= sequence.num_computed_tokens:
+                # A search has shown nothing before it samples.
+                was_tried = sequence not in self._beams or self._beams[sequence] in entry.searches
+                if was_tried and 0 < sequence.trial_len <= sequence.num_computed_tokens:
                     self._suspects.clear(sequence)
         self._step_limit.note_good()
         return StepDeltas(plain, plain_ids, deltas)
@@ -394,6 +440,9 @@ class Scheduler:
         """Account for any token of a step; what is to be told of it is added to `deltas`."""
         sequence.num_unseen_tokens -= 1
         if not sequence.accepts_output:
+            return
+        if (beams := self._beams.get(sequence)) is not None:
+            beams.has_bad_logits |= token_id == BAD_LOGITS
             return
         if token_id < 0:
             if token_id == BAD_LOGITS:
@@ -424,6 +473,30 @@ class Scheduler:
             delta.finish_reason = FinishReason.LENGTH
             self._end(sequence)
 
+    def _apply_search(
+        self, beams: BeamRows, output: StepOutput, now_s: float, deltas: list[TokenDelta]
+    ) -> None:
+        """Account for what a step gave a beam search; its results, in the end, are added to `deltas`."""
+        if not beams.first.accepts_output:
+            return
+        if beams.has_bad_logits:
+            deltas += [self._end_with_bad_logits(row, output.step_id) for row in beams.rows]
+            return
+        num_computed = len(beams.first.token_ids)
+        parents = beams.advance(output.beams[beams.search_id])
+        self._allocator.inherit(beams.rows, parents, num_computed)
+        for row in beams.rows:
+            self._allocator.register(row)
+        if not beams.search.is_done:
+            return
+        for row, result in zip(beams.rows, beams.results(), strict=True):
+            if result is None:
+                deltas.append(self._end_with_error(row, _nothing_allowed(row)))
+                continue
+            row.timeline.first_token_s = row.timeline.last_token_s = now_s
+            deltas.append(result)
+            self._end(row)
+
     def fail(self, step_id: int, error: StepFailed) -> list[TokenDelta]:
         """Account for a step that raised: its sequences are set back to their known tokens and suspected.
 
@@ -443,15 +516,16 @@ class Scheduler:
         failed: list[SequenceState] = []
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             sequence.num_unseen_tokens -= scheduled.samples
+            suspect = self._representative(sequence)
             # Not those that an earlier failed step has set back, and that this one mentions nevertheless.
-            is_blamed = sequence.accepts_output and sequence.sequence_id not in self._paused
+            is_blamed = suspect.accepts_output and suspect.sequence_id not in self._paused
             if entry.is_trial:
                 # Nor those that were paused, and resumed, since it was planned: they are tried no longer.
-                is_blamed &= sequence.trial_len > 0
+                is_blamed &= suspect.trial_len > 0
             elif is_blamed:
-                sequence.trial_len = scheduled.start + scheduled.num_tokens
+                suspect.trial_len = scheduled.start + scheduled.num_tokens
             if is_blamed:
-                failed.append(sequence)
+                failed.append(suspect)
             self._set_back(sequence, scheduled.start)
             invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
         for later in self._in_flight:
@@ -469,8 +543,7 @@ class Scheduler:
                     origin_is_valid = sequence.blocks_are_valid
         self._drop_ended()
         deltas = self._judge(entry, failed, error)
-        for sequence in entry.states:
-            self._release_if_unmentioned(sequence)
+        self._release_unmentioned(entry)
         return deltas
 
     @property
@@ -485,7 +558,7 @@ class Scheduler:
         """
         self._in_flight.clear()
         self._last_applied_step_id = self._next_step_id - 1
-        self._decoding, self._prefilling = [], []
+        self._decoding, self._prefilling, self._searches = [], [], []
         self._allocator = self._make_allocator()
         self._free_slots = list(range(self._info.num_slots - 1, -1, -1))
         self._released_slots.clear()
@@ -525,7 +598,10 @@ class Scheduler:
         Raises:
             InvariantError: One does not hold.
         """
-        running = self._decoding + self._prefilling
+        running = self._decoding + [s for s in self._prefilling if s not in self._beams]
+        for beams in self._searches:
+            running += beams.rows
+        self._check_searches()
         holders = [sequence for sequence in self._slot_holders if sequence is not None]
         _require(len(self._in_flight) <= self._max_unapplied, "no more steps in flight than credits")
         _require(
@@ -623,6 +699,24 @@ class Scheduler:
             _require(not any(sequence.block_table.block_ids), "a waiting sequence holds no blocks")
         self._allocator.check(holders)
 
+    def _check_searches(self) -> None:
+        _require(
+            self._searches == sorted(self._searches, key=lambda beams: beams.first.order),
+            "searches stand in order",
+        )
+        _require(set(self._beams) <= set(self._sequences.values()), "rows of searches live")
+        for row, beams in self._beams.items():
+            _require(row in beams.rows, "a row is one of its search")
+            _require(
+                (beams in self._searches) == (row.status is SequenceStatus.RUNNING),
+                "the rows of a search run together",
+            )
+            is_computing = row in beams.computing_rows and row.num_remaining_tokens > 1
+            _require(
+                (row in self._prefilling) == (row.status is SequenceStatus.RUNNING and is_computing),
+                "rows with more than a token to compute are computed as prompts are",
+            )
+
     # Planning
 
     def _plan_decodes(self, draft: _Draft) -> list[ScheduledSequence]:
@@ -681,16 +775,117 @@ class Scheduler:
         """
         while (block_ids := cover(sequence)) is None:
             # Blocks that come back with a step in flight are waited for: one preemption at a time.
-            if self._num_releasing or any(other.is_planned_to_its_end for other in self._decoding):
+            firsts = [beams.first for beams in self._searches]
+            if self._num_releasing or any(other.is_planned_to_its_end for other in self._decoding + firsts):
                 return False
-            victim = max((group[-1] for group in (self._decoding, self._prefilling) if group), key=by_order)
+            victim = max(
+                (group[-1] for group in (self._decoding, self._prefilling, firsts) if group), key=by_order
+            )
             self._preempt(victim)
-            if victim is sequence:
+            if sequence.status is not SequenceStatus.RUNNING:
                 return False
         for group_id, new_ids in enumerate(block_ids):
             if new_ids:
                 draft.appends.append(BlockAppend(group_id, sequence.slot, tuple(new_ids)))
         return True
+
+    def _plan_search(self, draft: _Draft, beams: BeamRows) -> None:
+        """Let all rows of a search sample that is ready, if there is room for that."""
+        rows = beams.computing_rows
+        first, others = beams.first, beams.rows[1:]
+        begins, start = beams.begins, first.num_computed_tokens
+        # Where steps are kept small it goes beyond that, alone: rows cannot take turns.
+        if start + 1 >= first.max_len or (len(rows) > draft.budget_left and not draft.is_empty):
+            return
+        if beams.has_sampled:
+            lacking = [row for row in rows if start >= row.block_table.covered_len]
+            for row in lacking:
+                self._allocator.drop_unseen(row)
+            if not self._make_room(draft, first, sum(map(self._allocator.extend_cost, lacking))):
+                return
+            for row in lacking:
+                self._append_blocks(draft, row, self._allocator.extend(row))
+        else:
+            if begins and not self._make_room(
+                draft, first, len(others) * self._allocator.fork_cost(len(first.token_ids))
+            ):
+                return
+            for row in rows:
+                new_ids = self._allocator.advance(row)
+                if new_ids is None:
+                    self._preempt(first)  # what other rows were given is not lost with the draft
+                    return
+                self._append_blocks(draft, row, new_ids)
+        for row in beams.rows:
+            row.last_step_id = draft.step_id
+        for row in rows:
+            row.num_computed_tokens += 1
+        if begins:
+            self._allocator.register(first)
+        if beams.has_sampled:
+            draft.beam_rows += rows
+        else:
+            # For some this step is to compute what is before their last token, too.
+            before = dict(draft.prefills)
+            draft.prefills = [each for each in draft.prefills if each[0] not in rows]
+            draft.prefills += [(row, before.get(row, 0) + 1) for row in rows]
+        if begins:
+            for row in others:
+                copies = self._allocator.fork(first, row, 0)
+                assert copies is not None, "room was made"
+                draft.copies += copies
+                self._append_blocks(draft, row, row.block_table.block_ids)
+            draft.branches[first] = others
+        beams.has_sampled = True
+        draft.searches.append(beams)
+        draft.budget_left = max(0, draft.budget_left - len(rows))
+
+    def _make_room(self, draft: _Draft, sequence: SequenceState, num_blocks: int) -> bool:
+        """Let so many blocks be free, taken from the last in order if need be; return whether they are."""
+        pool = self._allocator.pool
+        return self._cover_or_preempt(draft, sequence, lambda _: [] if pool.num_free >= num_blocks else None)
+
+    @staticmethod
+    def _append_blocks(draft: _Draft, sequence: SequenceState, new_ids: Sequence[list[int]] | None) -> None:
+        assert new_ids is not None, "room was made"
+        for group_id, block_ids in enumerate(new_ids):
+            if block_ids:
+                draft.appends.append(BlockAppend(group_id, sequence.slot, tuple(block_ids)))
+
+    def _admit_search(self, draft: _Draft, beams: BeamRows, now_s: float, num_spare: int) -> bool:
+        """Give all rows of a waiting search slots, and blocks for what they know, if there are enough."""
+        beams.has_sampled = False
+        width, rows = beams.width, beams.computing_rows
+        allocator = self._allocator
+        num_tokens = len(beams.first.token_ids)
+        needed = len(rows) * allocator.most_taken(num_tokens)
+        if beams.begins:
+            needed += (width - 1) * allocator.fork_cost(num_tokens)
+        if len(self._free_slots) < width or needed + num_spare > allocator.pool.num_free:
+            return False
+        beams.enter(self._next_search_id)
+        self._next_search_id += 1
+        insort(self._searches, beams, key=lambda each: each.first.order)
+        for row in beams.rows:
+            is_branch = row not in rows
+            if not is_branch:
+                taken = allocator.take(row, allocator.match_prefix(row), 0)
+                assert taken, "blocks were counted"
+            self._enter_slot(draft, row, now_s, is_branch=is_branch)
+            row.last_step_id = draft.step_id
+            if not is_branch and row.num_remaining_tokens > 1:
+                insort(self._prefilling, row, key=by_order)
+                if draft.budget_left > 0:
+                    self._take_chunk(
+                        draft, row, self._prompt_chunk(row, self._num_wanted(row), draft, others_want=True)
+                    )
+        if beams.is_ready:
+            self._plan_search(draft, beams)
+        return True
+
+    def _num_wanted(self, sequence: SequenceState) -> int:
+        """Return how many tokens a sequence is to compute as prompts are: a search's rows not their last."""
+        return sequence.num_remaining_tokens - (sequence in self._beams)
 
     def _plan_prefills(self, draft: _Draft, now_s: float) -> None:
         """Share what is left of the budget among prompts: those that run, then those that wait."""
@@ -704,7 +899,7 @@ class Scheduler:
                 draft, sequence, self._allocator.advance
             ):
                 continue
-            num_tokens = self._prompt_chunk(sequence, sequence.num_remaining_tokens, draft, others_want)
+            num_tokens = self._prompt_chunk(sequence, self._num_wanted(sequence), draft, others_want)
             self._take_chunk(draft, sequence, num_tokens)
             self._branch_off(draft, sequence, now_s)
         if can_admit:
@@ -715,7 +910,7 @@ class Scheduler:
                 break
             cost = self._token_cost(sequence)
             extra = min(
-                sequence.num_remaining_tokens, self._prompt_share - num_tokens, draft.budget_left // cost
+                self._num_wanted(sequence), self._prompt_share - num_tokens, draft.budget_left // cost
             )
             if extra > 0:
                 draft.prefills[position] = (sequence, num_tokens + extra)
@@ -777,17 +972,27 @@ class Scheduler:
         for position, sequence in enumerate(self._waiting):
             if sequence.leader is not None or sequence.slot >= 0:
                 continue
+            beams = self._beams.get(sequence)
+            if beams is not None and (sequence is not beams.first or not beams.can_start):
+                continue
             if (
                 draft.budget_left == 0
                 or not self._free_slots
                 or not self._allocator.has_free_blocks
-                or len(admitted) == MAX_ADMITTED
+                or len(admitted) >= MAX_ADMITTED
             ):
                 break
             if self._is_being_computed(sequence, draft):
                 num_deferred += 1
                 if num_deferred == MAX_DEFERRED:
                     break
+                continue
+            runs_alone = draft.is_empty and not (self._decoding or self._prefilling or self._searches)
+            num_spare = 0 if runs_alone else self._num_spare_blocks
+            if beams is not None:
+                if not self._admit_search(draft, beams, now_s, num_spare):
+                    break
+                admitted += beams.rows
                 continue
             matches = self._allocator.match_prefix(sequence)
             num_remaining = len(sequence.token_ids) - self._allocator.matched_len(matches)
@@ -796,8 +1001,6 @@ class Scheduler:
             if not self._chunks_prefill and draft.budget_left < num_remaining <= self._step_limit.num_tokens:
                 break
             num_tokens = self._prompt_chunk(sequence, num_remaining, draft, position + 1 < num_waiting)
-            runs_alone = not (draft.decodes or draft.prefills or self._decoding or self._prefilling)
-            num_spare = 0 if runs_alone else self._num_spare_blocks
             if not self._allocator.take(sequence, matches, num_spare):
                 break
             self._enter_slot(draft, sequence, now_s)
@@ -806,7 +1009,8 @@ class Scheduler:
             admitted.append(sequence)
         for sequence in admitted:
             self._waiting.start(sequence)
-            insort(self._prefilling, sequence, key=by_order)
+            if sequence not in self._beams:
+                insort(self._prefilling, sequence, key=by_order)
 
     def _is_being_computed(self, sequence: SequenceState, draft: _Draft) -> bool:
         """Return whether a prompt of this plan, earlier in order, is about to compute this one's next block.
@@ -836,9 +1040,11 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         self._slot_holders[slot] = sequence
         tokenized, timeline = sequence.tokenized, sequence.timeline
+        beams = self._beams.get(sequence)
         if timeline.first_scheduled_s is None:
             timeline.first_scheduled_s = now_s
-            sequence.num_cached_tokens = timeline.num_cached_tokens = sequence.num_computed_tokens
+            num_cached = sequence.prompt_len if is_branch else sequence.num_computed_tokens
+            sequence.num_cached_tokens = timeline.num_cached_tokens = num_cached
             looks_up = self._allocator.enable_prefix_caching and not is_branch
             if looks_up and sequence.prompt_logprobs is None:
                 self._prefix_cache_queries += sequence.prompt_len
@@ -854,11 +1060,10 @@ class Scheduler:
                 stop_token_ids=tokenized.stop_token_ids,
                 bad_words=tokenized.bad_words,
                 grammar=tokenized.grammar,
+                beam=None if beams is None else beams.assignment(sequence),
             )
         )
-        for group_id, block_ids in enumerate(sequence.block_table.block_ids):
-            if block_ids:
-                draft.appends.append(BlockAppend(group_id, slot, tuple(block_ids)))
+        self._append_blocks(draft, sequence, sequence.block_table.block_ids)
 
     def _plan_trial(self, draft: _Draft, now_s: float) -> bool:
         """Plan for the suspects whose turn it is what a step takes; return whether there is room for any.
@@ -870,6 +1075,10 @@ class Scheduler:
         for sequence in group.sequences:
             if draft.budget_left == 0:
                 break
+            if (beams := self._beams.get(sequence)) is not None:
+                if not self._plan_search_trial(draft, beams, now_s):
+                    break
+                continue
             if sequence.status is SequenceStatus.WAITING:
                 matches = self._allocator.match_prefix(sequence)
                 if not self._free_slots or not self._allocator.take(sequence, matches, 0):
@@ -880,7 +1089,25 @@ class Scheduler:
                 break
             num_tokens = self._prompt_chunk(sequence, sequence.num_remaining_tokens, draft, others_want=False)
             self._take_chunk(draft, sequence, num_tokens)
-        return bool(draft.prefills)
+        return not draft.is_empty
+
+    def _plan_search_trial(self, draft: _Draft, beams: BeamRows, now_s: float) -> bool:
+        """Plan for a suspected search what a step takes; return whether there is room for it."""
+        if beams.first.status is SequenceStatus.WAITING:
+            if not self._admit_search(draft, beams, now_s, 0):
+                return False
+            for row in beams.rows[1:]:
+                self._waiting.start(row)
+            return True
+        for row in beams.rows:
+            if row in self._prefilling and draft.budget_left > 0:
+                if not self._cover_or_preempt(draft, row, self._allocator.advance):
+                    return False
+                num_tokens = self._prompt_chunk(row, self._num_wanted(row), draft, others_want=False)
+                self._take_chunk(draft, row, num_tokens)
+        if beams.is_ready and beams not in draft.searches:
+            self._plan_search(draft, beams)
+        return True
 
     def _submit(
         self, draft: _Draft, scheduled: list[ScheduledSequence], *, is_trial: bool = False
@@ -888,26 +1115,34 @@ class Scheduler:
         """Turn the draft into a plan in flight."""
         states = draft.decodes
         num_decodes = len(states)
+        for row in draft.beam_rows:
+            scheduled.append(ScheduledSequence(row.slot, row.num_computed_tokens - 1, 1, True))
+            states.append(row)
+            row.num_unseen_tokens += 1
         sampling = states[:] if draft.prefills else states
         for sequence, num_tokens in draft.prefills:
             samples = sequence.num_remaining_tokens == 0
             start = sequence.num_computed_tokens - num_tokens
             scheduled.append(ScheduledSequence(sequence.slot, start, num_tokens, samples))
             states.append(sequence)
+            is_beam = sequence in self._beams
+            if is_beam and sequence.num_remaining_tokens <= 1 and sequence in self._prefilling:
+                self._prefilling.remove(sequence)
             if not samples:
                 continue
             sampling.append(sequence)
             sequence.num_unseen_tokens += 1
-            if sequence.status is SequenceStatus.RUNNING:
+            if sequence.status is SequenceStatus.RUNNING and not is_beam:
                 self._prefilling.remove(sequence)
                 insort(self._decoding, sequence, key=by_order)
             for branch in draft.branches.get(sequence, ()):
-                self._waiting.start(branch)
+                if not is_beam:
+                    self._waiting.start(branch)
+                    insort(self._decoding, branch, key=by_order)
                 scheduled.append(ScheduledSequence(branch.slot, branch.num_computed_tokens, 0, True))
                 states.append(branch)
                 sampling.append(branch)
                 branch.num_unseen_tokens += 1
-                insort(self._decoding, branch, key=by_order)
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocator.drop_unseen(sequence)
             sequence.leave_family()  # those that found no room; in a trial, all of them
@@ -922,7 +1157,7 @@ class Scheduler:
         self._num_copied_blocks += len(draft.copies)
         self._released_slots.clear()
         self._next_step_id += 1
-        self._in_flight.append(_InFlight(plan, states, sampling, num_decodes, is_trial))
+        self._in_flight.append(_InFlight(plan, states, sampling, num_decodes, is_trial, draft.searches))
         self._num_retried_steps += is_trial
         return plan
 
@@ -963,23 +1198,33 @@ class Scheduler:
     def _set_back(self, sequence: SequenceState, start: int) -> None:
         """Take a sequence back to position `start`: what steps in flight compute of it from there is wrong.
 
-        It gives up slot and blocks, as by a preemption, and goes on with its known tokens.
+        It gives up slot and blocks, as by a preemption, and goes on with its known tokens; so do all rows of
+        its beam search.
         """
         if sequence.blocks_are_valid:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, start)
             self._allocator.register(sequence)
             sequence.blocks_are_valid = False
-        self._num_replayed_sequences += sequence.accepts_output
-        sequence.accepts_output = False
-        if sequence.status is SequenceStatus.RUNNING:
-            sequence.status = SequenceStatus.PREEMPTED
-            self._num_releasing += 1
+        for row in self._rows_of(sequence):
+            self._num_replayed_sequences += row.accepts_output
+            row.accepts_output = False
+            if row.status is SequenceStatus.RUNNING:
+                row.status = SequenceStatus.PREEMPTED
+                self._num_releasing += 1
+
+    def _rows_of(self, sequence: SequenceState) -> list[SequenceState]:
+        """Return all rows of a sequence's beam search, or the sequence."""
+        return sequence.rows or [sequence]
+
+    def _representative(self, sequence: SequenceState) -> SequenceState:
+        """Return the row that stands for a sequence's beam search, or the sequence."""
+        return self._rows_of(sequence)[0]
 
     def _judge(self, entry: _InFlight, failed: list[SequenceState], error: StepFailed) -> list[TokenDelta]:
         """Suspect the live sequences of a step that failed, or end the one that failed alone."""
         max_tokens = self._budget
         num_tokens = entry.plan.num_tokens
-        is_alone = len(entry.states) == 1
+        is_alone = len(set(map(self._representative, entry.states))) == 1
         if isinstance(error, StepOutOfMemory):
             max_tokens = max(1, num_tokens // 2)
             self._step_limit.lower(max_tokens)
@@ -994,12 +1239,14 @@ class Scheduler:
         if not is_alone:
             return []
         # With too little memory it may do with a smaller step, as long as there is one.
-        fails_alone = num_tokens == 1 or not isinstance(error, StepOutOfMemory)
+        is_least = num_tokens == 1 or bool(entry.searches)
+        fails_alone = is_least or not isinstance(error, StepOutOfMemory)
         if had_failed_alone and fails_alone:
+            rows = self._rows_of(failed[0])
             self._num_failed_alone += 1
-            self._num_failed_sequences += 1
-            self._num_replayed_sequences -= 1
-            return [self._end_with_error(failed[0], error)]
+            self._num_failed_sequences += len(rows)
+            self._num_replayed_sequences -= len(rows)
+            return [self._end_with_error(row, error) for row in rows]
         if self._suspects.first.sequences == failed:
             self._suspects.first.has_failed_alone = had_failed_alone or fails_alone
         return []
@@ -1022,6 +1269,7 @@ class Scheduler:
     def _end(self, sequence: SequenceState) -> None:
         """Mark a live sequence as ended; its lists, slot and blocks are the caller's to see to."""
         del self._sequences[sequence.sequence_id]
+        self._beams.pop(sequence, None)
         sequence.leave_family()
         sequence.note_end()
         self._paused.discard(sequence.sequence_id)
@@ -1037,22 +1285,38 @@ class Scheduler:
         running = SequenceStatus.RUNNING
         self._decoding = [sequence for sequence in self._decoding if sequence.status is running]
         self._prefilling = [sequence for sequence in self._prefilling if sequence.status is running]
+        self._searches = [beams for beams in self._searches if beams.first.status is running]
 
     def _leave_running(self, sequence: SequenceState) -> None:
+        if (beams := self._beams.get(sequence)) is not None:
+            self._searches.remove(beams)
+            self._prefilling = [each for each in self._prefilling if each not in beams.rows]
+            return
         (self._decoding if sequence in self._decoding else self._prefilling).remove(sequence)
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Take the slot and blocks of a running sequence back; it waits again with all its known tokens."""
-        sequence.timeline.num_preemptions += 1
+        for row in self._rows_of(sequence):
+            row.timeline.num_preemptions += 1
         self._num_preemptions += 1
         self._put_back(sequence)
 
     def _put_back(self, sequence: SequenceState) -> None:
         """Let a running sequence wait again, or, paused, rest, once no step in flight mentions it."""
         self._leave_running(sequence)
-        sequence.status = SequenceStatus.PREEMPTED
-        self._num_releasing += 1
-        self._release_if_unmentioned(sequence)
+        for row in self._rows_of(sequence):
+            row.status = SequenceStatus.PREEMPTED
+            self._num_releasing += 1
+            self._release_if_unmentioned(row)
+
+    def _release_unmentioned(self, entry: _InFlight) -> None:
+        """Take back what is held by those that ran in a step and do no longer, as far as that may be now."""
+        for sequence in entry.states:
+            self._release_if_unmentioned(sequence)
+        for sequence in entry.states:
+            # Rows that enter slots with a search may be in none of its steps.
+            for row in self._rows_of(sequence):
+                self._release_if_unmentioned(row)
 
     def _release_if_unmentioned(self, sequence: SequenceState) -> None:
         """Take back slot and blocks of a sequence that no longer runs, once no step in flight mentions it."""

@@ -53,12 +53,12 @@ class SequenceState:
 
     Attributes:
         order: Sort key: smaller is served first, greater is preempted first. token_ids: Prompt and outputs
-        known here; append-only. max_len: Length at which it ends by length. min_len: Below this length stop
-        tokens do not end it. num_computed_tokens: Positions whose KV is computed by steps planned so far
-        (or was found cached). num_unseen_tokens: Tokens sampled by steps planned and not applied.
-        num_cached_tokens: Prompt tokens found in the prefix cache when it was first scheduled; all of them if
-        it began as a branch. slot: Device row, -1 when it holds none. last_step_id: Last plan that mentions
-        it, -1 before the first.
+        known here; append-only but for rows of beam searches. max_len: Length at which it ends by length.
+        min_len: Below this length stop tokens do not end it. num_computed_tokens: Positions whose KV is
+        computed by steps planned so far (or was found cached). num_unseen_tokens: Tokens sampled by steps
+        planned and not applied. num_cached_tokens: Prompt tokens found in the prefix cache when it was first
+        scheduled; all of them if it began as a branch. slot: Device row, -1 when it holds none. last_step_id:
+        Last plan that mentions it, -1 before the first.
         accepts_output: Tokens of steps in flight count; false once ended, or preempted because they are
         wrong.
         trial_len: Positions it must have computed to be suspected of failed steps no longer; 0 if it is not.
@@ -69,7 +69,7 @@ class SequenceState:
         prompt_logprobs: Entries gathered so far, or None if not wanted or already delivered.
         leader: A sequence of the same prompt that is to compute it for both; this one waits meanwhile, passed
         over by admission. None if it computes its own. followers: Those whose leader it is, in order; there
-        are none once a plan ends its prompt.
+        are none once a plan ends its prompt. rows: All rows of its beam search, if it is one.
     """
 
     __slots__ = (
@@ -89,6 +89,7 @@ class SequenceState:
         "order",
         "prompt_len",
         "prompt_logprobs",
+        "rows",
         "sequence_id",
         "slot",
         "status",
@@ -128,6 +129,7 @@ class SequenceState:
         self.trial_len = 0
         self.leader: SequenceState | None = None
         self.followers: list[SequenceState] = []
+        self.rows: list[SequenceState] = []
         self.reset(num_groups)
 
     def reset(self, num_groups: int) -> None:

@@ -3,6 +3,8 @@
 Takes the lengths of prompt and output; refuses with the numbers that matter. Pure; does not know what runs.
 """
 
+from collections.abc import Callable
+
 from asyncserve.errors import InvalidRequest, PromptTooLong
 
 
@@ -13,15 +15,30 @@ class SequenceLimits:
         context_len: Most tokens of the model's context.
         pool_len: Most tokens that the KV cache holds.
         max_prompt_len: Most tokens of a prompt that must be computed in one step; None if it need not be.
+        max_width: Most rows of a beam search.
+        num_blocks: Blocks of the KV cache.
+        most_blocks: Most blocks that a sequence of so many tokens holds; None: no beam search is served.
 
     Attributes:
         max_len: Most tokens, prompt and output, of one sequence: the context's limit or the KV pool's.
     """
 
-    def __init__(self, *, context_len: int, pool_len: int, max_prompt_len: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        context_len: int,
+        pool_len: int,
+        max_prompt_len: int | None,
+        max_width: int,
+        num_blocks: int,
+        most_blocks: Callable[[int], int] | None,
+    ) -> None:
         self._context_len = context_len
         self._pool_len = pool_len
         self._max_prompt_len = max_prompt_len
+        self._max_width = max_width
+        self._num_blocks = num_blocks
+        self._most_blocks = most_blocks
         self.max_len = min(context_len, pool_len)
 
     def check(self, prompt_len: int, max_output_len: int) -> None:
@@ -61,5 +78,38 @@ class SequenceLimits:
             raise PromptTooLong(
                 f"the prompt has {prompt_len} tokens, max_tokens is {max_output_len}, {total_len} together;"
                 f" the {holder} holds {self.max_len}",
+                param="max_tokens",
+            )
+
+    def check_search(self, width: int, prompt_len: int, max_output_len: int) -> None:
+        """Refuse a beam search that could never be served, or not after an interruption.
+
+        Rows that come back from a preemption each compute what they know, in blocks of their own.
+
+        Args:
+            width: Its rows, each of which `check` has nothing against.
+            max_output_len: Most tokens it is to generate.
+
+        Raises:
+            InvalidRequest: There are too few slots, tokens of a step or blocks for all rows at once, or the
+                model has layers that keep a state.
+        """
+        if self._most_blocks is None:
+            raise InvalidRequest(
+                "this model has layers that keep a state, for which beam searches are not served",
+                param="use_beam_search",
+            )
+        if width > self._max_width:
+            raise InvalidRequest(
+                f"a beam search of {width} rows is asked for; this server computes at most {self._max_width}"
+                " at once",
+                param="best_of",
+            )
+        total_len = prompt_len + max_output_len
+        needed = width * self._most_blocks(total_len)
+        if needed > self._num_blocks:
+            raise InvalidRequest(
+                f"a beam search of {width} rows of {total_len} tokens may need {needed} blocks of the KV"
+                f" cache, which has {self._num_blocks}; ask for fewer tokens or a narrower search",
                 param="max_tokens",
             )

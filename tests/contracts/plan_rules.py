@@ -9,7 +9,7 @@ import pickle
 from array import array
 
 from asyncserve.kv_spec import SlidingWindow
-from asyncserve.step import ExecutorInfo, StepPlan
+from asyncserve.step import ExecutorInfo, SlotAssignment, StepPlan
 
 
 class PlanRuleBroken(AssertionError):
@@ -19,11 +19,12 @@ class PlanRuleBroken(AssertionError):
 class _Row:
     """What the device knows of one admitted slot."""
 
-    __slots__ = ("assigned_len", "known_len", "next_start", "tables", "token_ids")
+    __slots__ = ("assigned_len", "beam", "known_len", "next_start", "tables", "token_ids")
 
-    def __init__(self, token_ids: "array[int]", num_groups: int) -> None:
-        self.token_ids = token_ids
-        self.assigned_len = self.known_len = len(token_ids)
+    def __init__(self, assignment: SlotAssignment, num_groups: int) -> None:
+        self.token_ids = assignment.token_ids
+        self.beam = assignment.beam
+        self.assigned_len = self.known_len = len(self.token_ids)
         self.next_start: int | None = None
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
 
@@ -75,7 +76,6 @@ class PlanRules:
             f"num_tokens {plan.num_tokens} is within the budget {info.max_num_batched_tokens}",
         )
         seen_prefill = False
-        admitted = {assignment.slot for assignment in plan.admitted}
         origin: int | None = None  # slot of the last row that computes something, if it samples
         for slot, start, num_tokens, samples in plan.sequences:
             row = self._rows.get(slot)
@@ -83,7 +83,7 @@ class PlanRules:
                 raise PlanRuleBroken(f"step {plan.step_id}: slot {slot} is used while not admitted")
             end = start + num_tokens
             if num_tokens == 0:
-                self._check_branch(plan, slot, origin, is_admitted=slot in admitted)
+                self._check_branch(plan, slot, origin)
                 row.next_start = start
                 row.known_len += 1
                 self._require(plan, samples, f"branch {slot} samples")
@@ -119,6 +119,7 @@ class PlanRules:
             self._check_tables(plan, slot, start, end)
             row.next_start = end
             row.known_len += samples
+        self._check_searches(plan)
         bare = dataclasses.replace(
             plan, admitted=tuple(dataclasses.replace(each, grammar=None) for each in plan.admitted)
         )
@@ -144,7 +145,7 @@ class PlanRules:
             self._require(
                 plan, 1 <= assignment.prompt_len <= len(tokens), f"prompt_len of slot {slot} is in its tokens"
             )
-            self._rows[slot] = _Row(tokens, len(info.kv_groups))
+            self._rows[slot] = _Row(assignment, len(info.kv_groups))
 
     def _check_appends(self, plan: StepPlan) -> None:
         groups = self._info.kv_groups
@@ -177,7 +178,28 @@ class PlanRules:
             seen = table[spec.num_unseen(start) :]
             self._require(plan, all(seen), f"slot {slot} sees no null block from {start} on: {table}")
             live += seen
-        self._require(plan, len(set(live)) == len(live), f"slot {slot} has no block twice: {live}")
+        # What the device has given a row of a beam search since, and taken from it, is not in the plans.
+        self._require(
+            plan,
+            len(set(live)) == len(live) or self._rows[slot].beam is not None,
+            f"slot {slot} has no block twice: {live}",
+        )
+
+    def _check_searches(self, plan: StepPlan) -> None:
+        """Hold the rows of beam searches that sample against those that were admitted."""
+        searches: dict[int, int] = {}
+        for slot, _, _, samples in plan.sequences:
+            beam = self._rows[slot].beam
+            if beam is not None and samples:
+                searches[beam.search_id] = searches.get(beam.search_id, 0) + 1
+        for row in self._rows.values():
+            beam = row.beam
+            if beam is not None and beam.search_id in searches:
+                self._require(
+                    plan,
+                    searches[beam.search_id] == beam.width,
+                    f"all {beam.width} rows of search {beam.search_id} sample together",
+                )
 
     def _check_copies(self, plan: StepPlan) -> None:
         num_blocks = self._info.kv_groups[0].num_blocks
@@ -188,9 +210,9 @@ class PlanRules:
         targets = [copy.target for copy in plan.block_copies]
         self._require(plan, len(set(targets)) == len(targets), f"a block is a copy of one other: {targets}")
 
-    def _check_branch(self, plan: StepPlan, slot: int, origin: int | None, *, is_admitted: bool) -> None:
+    def _check_branch(self, plan: StepPlan, slot: int, origin: int | None) -> None:
         """Hold a row of no tokens against the one it branches off from."""
-        self._require(plan, is_admitted, f"branch {slot} has just been admitted")
+        self._require(plan, self._rows[slot].next_start is None, f"branch {slot} has computed nothing")
         if origin is None:
             raise PlanRuleBroken(f"step {plan.step_id}: branch {slot} stands behind none that samples")
         row, source = self._rows[slot], self._rows[origin]

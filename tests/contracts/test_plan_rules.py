@@ -74,7 +74,7 @@ def test_a_sound_stream_of_plans_passes() -> None:
         ({"admitted": (assignment(1, token_ids=array("i", [1, 512, 3])),)}, "vocabulary"),
         ({"admitted": (assignment(1, 3, prompt_len=4),)}, "prompt_len"),
         ({"sequences": (ScheduledSequence(0, 4, 1, True),)}, "continues at 5, not 4"),
-        ({"sequences": (ScheduledSequence(0, 5, 0, True),)}, "branch 0 has just been admitted"),
+        ({"sequences": (ScheduledSequence(0, 5, 0, True),)}, "branch 0 has computed nothing"),
         ({"sequences": (ScheduledSequence(0, 5, 2, True),)}, "decodes one token"),
         ({"sequences": (ScheduledSequence(1, 3, 1, True),)}, "starts in its tokens"),
         ({"sequences": (ScheduledSequence(1, 0, 4, True),)}, "4 of 3 known tokens"),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from asyncserve.errors import AsyncserveError, DeviceLost, EngineStopped, StepFailed
 from asyncserve.kv_spec import FullAttention, KVGroup, KVSpec, RecurrentState, SlidingWindow
 from asyncserve.request import TokenLogprobs
-from asyncserve.step import NO_TOKEN, ExecutorInfo, SlotAssignment, StepOutput, StepPlan
+from asyncserve.step import NO_TOKEN, BeamCandidate, ExecutorInfo, SlotAssignment, StepOutput, StepPlan
 from tests.contracts.plan_rules import PlanRules
 
 NextToken = Callable[["array[int]", int], int]
@@ -79,6 +79,28 @@ def fake_logprobs(token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs
     return TokenLogprobs(token_id=token_id, logprob=-0.25, rank=1, top=top)
 
 
+def fake_candidates(
+    rows: Sequence[tuple[int, float]], num_stop_tokens: int, vocab_size: int, *, is_lost: bool = False
+) -> list[BeamCandidate]:
+    """Return the best candidates of a beam search.
+
+    Args:
+        rows: Of each the CRC of all its tokens, and its score.
+        num_stop_tokens: How many tokens end a row.
+        vocab_size: Tokens.
+        is_lost: Give others, as a device would that has computed nonsense.
+    """
+    candidates = [
+        BeamCandidate(
+            parent, token_id, score - (zlib.crc32(bytes((token_id % 256, is_lost)), digest) % 9973 + 1) / 64
+        )
+        for parent, (digest, score) in enumerate(rows)
+        for token_id in range(vocab_size)
+    ]
+    candidates.sort(key=lambda each: (-each.score, each.parent, each.token_id))
+    return candidates[: max(2, 1 + num_stop_tokens) * len(rows)]
+
+
 class _Page:
     """A block: `digests[offset]` is that of the prefix that ends there, None if a failed step wrote it.
 
@@ -109,7 +131,7 @@ class _Page:
 class _Row:
     """A device row. `digest` is the CRC of all its tokens; `is_lost` once a failed step touched it."""
 
-    __slots__ = ("assignment", "digest", "is_lost", "matcher", "prompt_len", "tables", "token_ids")
+    __slots__ = ("assignment", "digest", "is_lost", "matcher", "prompt_len", "score", "tables", "token_ids")
 
     def __init__(self, assignment: SlotAssignment, num_groups: int) -> None:
         self.assignment = assignment
@@ -118,6 +140,7 @@ class _Row:
         self.digest = zlib.crc32(self.token_ids)
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.is_lost = False
+        self.score = 0.0 if assignment.beam is None else assignment.beam.score
         self.matcher = None
         if assignment.grammar is not None:
             self.matcher = assignment.grammar.matcher()
@@ -162,6 +185,10 @@ class FakeRunner:
     def reopened(self) -> "FakeRunner":
         """Return a runner for the same device, opened anew: rows and KV are gone."""
         return FakeRunner(self.info, next_token=self._next_token, check_plans=self._checks)
+
+    def tables_of(self, slot: int) -> list[list[int]]:
+        """Return a row's block tables, one per group; with `check_plans`."""
+        return self._rows[slot].tables
 
     def prompt_tokens(self, plan: StepPlan) -> set[int]:
         """Return the tokens of the prompts of all sequences in the next plan."""
@@ -212,6 +239,7 @@ class FakeRunner:
                 sampling.num_logprobs is not None
                 or sampling.num_prompt_logprobs is not None
                 or assignment.grammar is not None
+                or assignment.beam is not None
             ):
                 self._scored_slots.add(assignment.slot)
         if self._checks:
@@ -286,6 +314,7 @@ class FakeRunner:
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        searches: dict[int, list[tuple[int, _Row, int]]] = {}
         for slot, start, num_tokens, samples in plan.sequences:
             row = self._rows[slot]
             sampling = row.assignment.sampling
@@ -295,6 +324,12 @@ class FakeRunner:
                     fake_logprobs(token_id, sampling.num_prompt_logprobs, vocab_size) for token_id in scored
                 ]
             if not samples:
+                continue
+            if row.assignment.beam is not None:
+                searches.setdefault(row.assignment.beam.search_id, []).append(
+                    (len(token_ids), row, start + num_tokens)
+                )
+                token_ids.append(0)
                 continue
             if row.is_lost:
                 # Not what the sequence should get, so that a test notices if it ever arrives.
@@ -309,9 +344,47 @@ class FakeRunner:
             row.append(max(token_id, 0))
             if sampling.num_logprobs is not None and token_id >= 0:
                 logprobs[slot] = fake_logprobs(token_id, sampling.num_logprobs, vocab_size)
+        beams = {search_id: self._choose_beams(rows, token_ids) for search_id, rows in searches.items()}
         return StepOutput(
-            step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+            step_id=plan.step_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            beams=beams,
         )
+
+    def _choose_beams(
+        self, sampling: list[tuple[int, _Row, int]], token_ids: list[int]
+    ) -> list[BeamCandidate]:
+        """Let the rows of a search, with where their tokens go and how much they have computed, go on."""
+        rows = [row for _, row, _ in sampling]
+        (length,) = {length for _, _, length in sampling}
+        for beam_idx, row in enumerate(rows):
+            assert row.assignment.beam is not None
+            assert row.assignment.beam.beam_idx == beam_idx
+        stops = rows[0].assignment.stop_token_ids
+        is_lost = any(row.is_lost for row in rows)
+        candidates = fake_candidates(
+            [(row.digest, row.score) for row in rows], len(stops), self.info.vocab_size, is_lost=is_lost
+        )
+        survivors = [each for each in candidates if each.token_id not in stops][: len(rows)]
+        before = [(row.token_ids[:], row.digest, [table[:] for table in row.tables]) for row in rows]
+        copies: list[tuple[int, _Page]] = []
+        for (place, row, _), survivor in zip(sampling, survivors, strict=True):
+            token_ids[place] = survivor.token_id
+            known, row.digest, tables = before[survivor.parent]
+            row.token_ids, row.score, row.is_lost = known[:], survivor.score, is_lost
+            row.append(survivor.token_id)
+            if not self._checks:
+                continue
+            for group, table, taken in zip(self.info.kv_groups, row.tables, tables, strict=True):
+                num_full, rest_len = divmod(length, group.spec.block_len)
+                if rest_len:
+                    copies.append((table[num_full], self._pages[taken[num_full]].copy()))
+                table[:num_full] = taken[:num_full]
+        for target, page in copies:
+            self._pages[target] = page
+        return candidates
 
 
 def _prefix_digests(token_ids: "array[int]") -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncserve.errors import StepFailed
 from asyncserve.loop.scheduler import Scheduler, StepDeltas
+from asyncserve.loop.sequence import SequenceStatus
 from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import (
     FinishReason,
@@ -65,6 +66,7 @@ class Bench:
         self.received: dict[int, Received] = {}
         self.timelines: dict[int, RequestTimeline] = {}
         self.tokenized: dict[int, TokenizedRequest] = {}
+        self._leaders: dict[int, int] = {}
         self.aborted: set[int] = set()
         self.culprits: dict[int, int] = {}
         """Sequence id → the position whose computing lets every step fail."""
@@ -85,11 +87,11 @@ class Bench:
         tenant: str = "",
         stop_token_ids: frozenset[int] = frozenset(),
         leader_id: int | None = None,
-        **sampling: int | None,
+        **sampling: Any,
     ) -> int:
         """Add one sequence and return its id: 0, 1, 2 …"""
         sequence_id = len(self.received)
-        params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
         request = Request(
             request_id=f"r{sequence_id}",
             prompt=TokensPrompt(token_ids=prompt),
@@ -109,6 +111,7 @@ class Bench:
             seed=sequence_id,
         )
         timeline = RequestTimeline(arrived_s=self.now_s)
+        self._leaders[sequence_id] = sequence_id if leader_id is None else leader_id
         self.scheduler.add(tokenized, timeline, leader_id=leader_id)
         self.scheduler.check()
         self.received[sequence_id] = Received()
@@ -120,6 +123,10 @@ class Bench:
         """Add the sequences of one request and return their ids."""
         first = self.add(prompt, **more)
         return [first, *(self.add(prompt, leader_id=first, **more) for _ in range(num - 1))]
+
+    def family_of(self, sequence_id: int) -> list[int]:
+        """Return the ids of all sequences of the same request."""
+        return [each for each, leader in self._leaders.items() if leader == self._leaders[sequence_id]]
 
     def abort(self, sequence_id: int) -> bool:
         was_live = self.scheduler.abort(sequence_id)
@@ -168,7 +175,20 @@ class Bench:
 
     def apply_output(self, output: StepOutput) -> list[TokenDelta]:
         self.now_s += 1.0
-        return self._deliver(_all_deltas(self.scheduler.apply(output, self.now_s)))
+        deltas = self._deliver(_all_deltas(self.scheduler.apply(output, self.now_s)))
+        if not self.in_flight:
+            self.check_tables()
+        return deltas
+
+    def check_tables(self) -> None:
+        """Hold the block tables of running sequences against the device's; no step may be in flight."""
+        for sequence in self.scheduler._slot_holders:
+            if sequence is None or sequence.status is not SequenceStatus.RUNNING:
+                continue
+            table = sequence.block_table
+            held = self.runner.tables_of(sequence.slot)
+            for block_ids, num_null, own in zip(table.block_ids, table.num_null, held, strict=True):
+                assert block_ids[num_null:] == own[num_null:], "host and device have the same tables"
 
     def fail(self, kind: type[StepFailed] = StepFailed) -> list[TokenDelta]:
         """Let the oldest step fail."""
@@ -180,7 +200,8 @@ class Bench:
         deltas = self._deliver(self.scheduler.fail(plan.step_id, error))
         for delta in deltas:
             assert delta.error is error
-            assert self.sequence_ids(plan) == {delta.sequence_id}, "only what fails alone ends"
+        ended = {delta.sequence_id for delta in deltas}
+        assert not ended or self.sequence_ids(plan) <= ended, "only what fails alone ends"
         return deltas
 
     def lose_device(self) -> None:

@@ -31,12 +31,18 @@ def check_length(prompt_len: int, max_output_len: int) -> None:
         raise PromptTooLong(f"{prompt_len} + {max_output_len} > {MAX_LEN}", param="max_tokens")
 
 
+def check_search(width: int, prompt_len: int, max_output_len: int) -> None:
+    if width > 4:
+        raise InvalidRequest(f"{width} rows of {prompt_len} + {max_output_len}", param="best_of")
+
+
 def admission(*, has_chat_template: bool = True, vocab_size: int = 512) -> Admission:
     return Admission(
         tokenizer=FakeTokenizer(has_chat_template=has_chat_template),
         vocab_size=vocab_size,
         max_sequence_len=MAX_LEN,
         check_admissible=check_length,
+        check_search=check_search,
     )
 
 
@@ -177,7 +183,11 @@ def test_text_that_no_tokens_could_hold_is_refused_with_the_numbers_before_it_is
 ) -> None:
     # The longest token of the fake's vocabulary is `<turn>`, of six bytes.
     subject = Admission(
-        tokenizer=FakeTokenizer(), vocab_size=512, max_sequence_len=300, check_admissible=check_length
+        tokenizer=FakeTokenizer(),
+        vocab_size=512,
+        max_sequence_len=300,
+        check_admissible=check_length,
+        check_search=check_search,
     )
     assert isinstance(subject.tokenizer, FakeTokenizer)
     for prompt, param in (

@@ -4,13 +4,35 @@ import random
 
 import pytest
 
-from asyncserve.errors import StepFailed, StepOutOfMemory
+from asyncserve.errors import InvalidRequest, StepFailed, StepOutOfMemory
 from asyncserve.loop.waiting import POLICIES
 from asyncserve.request import FinishReason
 from tests.fakes.executor import fake_continuation, fake_info, fake_logprobs
+from tests.loop.beams import searched
 from tests.loop.scheduling import Bench
 
 VOCAB = 40
+
+
+def check_search(bench: Bench, sequence_id: int, *, may_fail: bool) -> None:
+    """Hold a row's result against what its search finds alone."""
+    family = bench.family_of(sequence_id)
+    tokenized, received = bench.tokenized[sequence_id], bench.received[sequence_id]
+    if received.finish_reason is FinishReason.ERROR:
+        assert may_fail or any(each in bench.culprits for each in family)
+        return
+    if sequence_id in bench.aborted:
+        return
+    found = searched(
+        list(tokenized.prompt_token_ids),
+        len(family),
+        tokenized.max_output_len,
+        tokenized.stop_token_ids,
+        VOCAB,
+    )[family.index(sequence_id)]
+    assert received.token_ids == list(found.token_ids)
+    is_stopped = found.stop_token_id is not None
+    assert received.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
 
 
 def simulate(seed: int) -> dict[str, int]:
@@ -66,6 +88,12 @@ def simulate(seed: int) -> dict[str, int]:
         num_sequences = rng.choice([1, 1, 3, 5])
         # Choices of one request, or requests that happen to be alike.
         are_family = rng.random() < 0.6
+        are_beams = are_family and rng.random() < 0.4
+        if are_beams:
+            try:
+                bench.scheduler.limits.check_search(num_sequences, prompt_len, max_tokens)
+            except InvalidRequest:
+                are_beams = False
         for index in range(num_sequences):
             if index == 0 or not are_family:
                 asked = {
@@ -75,6 +103,9 @@ def simulate(seed: int) -> dict[str, int]:
                     "num_prompt_logprobs": rng.choice([None, None, None, 2]),
                     "num_logprobs": rng.choice([None, None, 1]),
                 }
+                if are_beams:
+                    asked |= {"n": num_sequences, "use_beam_search": True, "temperature": 0.0}
+                    asked |= {"min_tokens": 0, "num_prompt_logprobs": None, "num_logprobs": None}
             sequence_id = bench.add(
                 prompt,
                 max_tokens=max_tokens,
@@ -97,7 +128,10 @@ def simulate(seed: int) -> dict[str, int]:
                 bench.scheduler.pause(sequence_id)
                 bench.scheduler.check()
         elif bench.received and rng.random() < abort_rate:
-            bench.abort(rng.randrange(len(bench.received)))
+            sequence_id = rng.randrange(len(bench.received))
+            bench.abort(sequence_id)
+            if bench.tokenized[sequence_id].request.sampling.use_beam_search:
+                bench.aborted.update(bench.family_of(sequence_id))
         elif num_left and action < 0.2:
             add_some()
         elif action < 0.6:
@@ -115,11 +149,15 @@ def simulate(seed: int) -> dict[str, int]:
                 bench.advance()
     bench.check_nothing_leaked()
 
-    num_cached = 0
+    num_cached = num_searches = 0
     for sequence_id, received in bench.received.items():
         tokenized = bench.tokenized[sequence_id]
         sampling = tokenized.request.sampling
         prompt = tokenized.prompt_token_ids
+        if sampling.use_beam_search:
+            num_searches += 1
+            check_search(bench, sequence_id, may_fail=bool(failure_rate))
+            continue
         expected = fake_continuation(prompt, tokenized.max_output_len, VOCAB)
         reason = FinishReason.LENGTH
         for position, token_id in enumerate(expected):
@@ -152,6 +190,7 @@ def simulate(seed: int) -> dict[str, int]:
         "aborts": len(bench.aborted),
         "pauses": bench.statistics().num_pauses,
         "branches": num_branches,
+        "beams": num_searches,
         "copies": bench.statistics().num_copied_blocks,
     }
 
