@@ -208,13 +208,6 @@ def test_a_search_in_which_nothing_is_allowed_has_no_token() -> None:
     assert list(output.token_ids) == [NO_TOKEN] * 2
 
 
-def test_a_search_that_samples_without_one_of_its_rows_is_refused() -> None:
-    beams = BeamDriver(PlanDriver(*small_runner(num_slots=2, num_blocks=60)))
-    driven = beams.begin([5, 6, 7], width=2, max_output_len=4)
-    with pytest.raises(InvariantError, match="without some of its rows"):
-        beams.driver.step({driven.slots[0]: 3})
-
-
 def test_two_rows_in_one_place_of_a_search_are_refused() -> None:
     driver = PlanDriver(*small_runner(num_slots=2, num_blocks=60))
     for _ in range(2):
