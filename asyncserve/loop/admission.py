@@ -250,7 +250,12 @@ class Admission:
         sampling = request.sampling
         max_output_len = self._max_output_len(request, len(prompt_token_ids))
         if sampling.use_beam_search:
-            self.check_search(sampling.num_sequences, len(prompt_token_ids), max_output_len)
+            try:
+                self.check_search(sampling.num_sequences, len(prompt_token_ids), max_output_len)
+            except InvalidRequest as error:
+                if error.param == "best_of" and sampling.best_of is None:
+                    error.param = "n"
+                raise
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if grammar is not None:
             # Also with `ignore_eos`: nothing follows a complete text.

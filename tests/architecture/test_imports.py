@@ -32,8 +32,8 @@ LOOP = [
     ["intake"],
     ["active_request"],
     ["scheduler", "restart_budget", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
-    ["deadlines", "best_of", "start_rate", "step_limit", "sequence_limits", "beam_search"],
-    ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema"],
+    ["deadlines", "best_of", "start_rate", "step_limit", "sequence_limits", "beams"],
+    ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema", "beam_search"],
     ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds"],
 ]
 GPU = [
