@@ -7,6 +7,8 @@ VENV ?= .venv
 # Another package index for torch alone, such as one that serves a CPU-only build. See README.
 TORCH_INDEX ?=
 DEMO := models/SmolLM2-135M-Instruct.Q4_1.gguf
+# A model with a sliding window, under the Gemma terms of use: make run MODEL=models/gemma-3-270m-q4_k_m.gguf
+GEMMA := models/gemma-3-270m-q4_k_m.gguf
 MODEL ?= $(DEMO)
 NAME ?= $(patsubst %.gguf,%,$(notdir $(MODEL)))
 PORT ?= 8000
@@ -37,12 +39,12 @@ help:
 	@echo 'make test-gpu  the tests that need a GPU'
 	@echo 'make monitor   Prometheus on port 9090, scraping $(URL)  (URL=, API_KEY in the environment)'
 	@echo 'make load      load test of $(URL)  (URL=, SCENARIO=$(SCENARIO), LOAD_ARGS=, see loadtest/scenarios)'
-	@echo 'make model     fetch the demo model    make wheel  build dist/*.whl    make clean  remove $(VENV)'
+	@echo 'make model     fetch $(MODEL)    make wheel  build dist/*.whl    make clean  remove $(VENV)'
 
-run: $(VENV)/.run $(filter $(DEMO),$(MODEL))
+run: $(VENV)/.run $(filter $(DEMO) $(GEMMA),$(MODEL))
 	@exec $(VENV)/bin/asyncserve --model $(MODEL) --served-model-name $(NAME) --port $(PORT) $(ARGS)
 
-model: $(DEMO)
+model: $(filter $(DEMO) $(GEMMA),$(MODEL))
 
 test: lint $(DEMO)
 ifeq ($(PYTEST_ARGS),)
@@ -77,8 +79,8 @@ clean:
 	rm -rf $(VENV)
 
 # What fetches it needs a package of the server's.
-$(DEMO): | $(VENV)/.run
-	$(VENV)/bin/python scripts/fetch_demo_model.py $@
+$(DEMO) $(GEMMA): | $(VENV)/.run
+	$(VENV)/bin/python scripts/fetch_model.py $@
 
 # Debian splits the module that puts pip into a new environment off into python3-venv; where it is missing, the
 # system's own pip puts a pip there.

@@ -160,9 +160,18 @@ def _open_folder(name: str, path: Path, *, needs_weights: bool) -> Checkpoint:
         name=name,
         path=path,
         format=CheckpointFormat.SAFETENSORS,
-        config=read_json(path / "config.json", missing_ok=not has_config),
+        config=_text_config(read_json(path / "config.json", missing_ok=not has_config)),
         generation_config=read_json(path / "generation_config.json", missing_ok=True),
     )
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the language model, where it is one part of several."""
+    part = config.get("text_config")
+    if not isinstance(part, dict):
+        return config
+    stated = {key: value for key, value in part.items() if value is not None and key != "architectures"}
+    return {**config, **stated}
 
 
 def _check_weights(path: Path) -> None:

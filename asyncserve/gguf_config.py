@@ -41,6 +41,9 @@ _INTEGERS = {
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
 }
+_GEMMA3_ATTENTION_SCALES = {62: 168}
+"""Number of layers to `query_pre_attn_scalar`, where that is not the head's size; no field says so."""
+
 _TOKENIZER_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 _END_KEYS = ("eos", "eot", "eom")
 
@@ -90,11 +93,33 @@ def gguf_config(header: GGUFHeader) -> dict[str, Any]:
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
     config["rope_theta"] = shortest_decimal(values.get("rope.freq_base", 10000.0))
     config["rope_scaling"] = _rope_scaling(values)
+    if name == "gemma3":
+        _complete_gemma3(config, values)
     for key, ours in _TOKENIZER_IDS.items():
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:
             config[ours] = token_id
     return config
+
+
+def _complete_gemma3(config: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Add what the family has in common, and a file need not say."""
+    config["hidden_act"] = "gelu_pytorch_tanh"
+    config["query_pre_attn_scalar"] = _GEMMA3_ATTENTION_SCALES.get(
+        config.get("num_hidden_layers", 0), config.get("head_dim", 256)
+    )
+    config["rope_local_base_freq"] = shortest_decimal(values.get("rope.freq_base_swa", 10000.0))
+    # A number of layers of which the last one sees everything; or for each layer whether it does not.
+    pattern = values.get("attention.sliding_window_pattern", 6)
+    if isinstance(pattern, int):
+        config["sliding_window_pattern"] = pattern
+    else:
+        config["layer_types"] = [
+            "sliding_attention" if is_local else "full_attention" for is_local in pattern
+        ]
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in values:
+            config[key] = shortest_decimal(values[key])
 
 
 def gguf_generation_config(header: GGUFHeader) -> dict[str, Any]:

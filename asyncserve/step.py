@@ -15,8 +15,7 @@ thread, several processes or a fake. Rules that every plan keeps (checked by `te
 * a sequence's steps are contiguous: `start` equals the previous `start + num_tokens`.
 
 Block ids are of one pool, whatever group a block serves; in the tables of a slot none stands twice, but for
-those that a window has passed: they belong to others by then. The device is not told, and reads nothing
-there.
+those that a window has passed: they may be others' by then. The device is not told, and reads nothing there.
 
 Within one plan the device applies, in this order: releases, admissions, block appends, block stores, block
 loads, the step itself, block copies.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncserve.gpu.kernels import rms_norm, rotary, silu_mul
+from asyncserve.gpu.kernels import gated_mul, rms_norm, rotary
 from asyncserve.gpu.kv_cache import KVCache, token_rows
 from asyncserve.gpu.layers import mlp, norm
 from asyncserve.gpu.layers.rotary import Rotary, Rotation, rotate
@@ -109,12 +109,12 @@ def gate_case(shape: Shape, num_tokens: int) -> Case:
         num_tokens=num_tokens,
         num_bytes=6 * num_tokens * size,
         num_inputs=inputs,
-        fused=lambda i: silu_mul.silu_mul(gate_up[i]),
+        fused=lambda i: gated_mul.silu_mul(gate_up[i]),
         composed=lambda i: mlp.silu_mul(gate_up[i]),
         tiles=[
             Tile(
                 f"{tile[0]} elements, {tile[1]} warps",
-                lambda i, tile=tile: silu_mul.silu_mul(gate_up[i], tile=tile),  # type: ignore[misc]
+                lambda i, tile=tile: gated_mul.silu_mul(gate_up[i], tile=tile),  # type: ignore[misc]
             )
             for tile in ((256, 1), (512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8))
         ],

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from asyncserve.gpu.kernels import rms_norm, silu_mul, small_linear
+from asyncserve.gpu.kernels import gated_mul, rms_norm, small_linear
 from asyncserve.gpu.kernels.small_linear import SmallLinearConfig
 from loadtest.figures import Rows
 from loadtest.kernel_benchmark import (
@@ -118,7 +118,7 @@ def compose_product(
     if product.is_added:
         return residual.addmm_(x, weight.t())
     result = F.linear(x, weight)
-    return silu_mul.silu_mul(result) if product.is_gated else result
+    return gated_mul.silu_mul(result) if product.is_gated else result
 
 
 def other_configs(product: Product, num_tokens: int) -> list[SmallLinearConfig]:

@@ -276,6 +276,9 @@ def context_len(config: Mapping[str, Any]) -> int:
         raise CheckpointError(
             f"max_position_embeddings is {max_len!r}; a context holds a token of prompt and one of output"
         )
+    if str(config.get("model_type", "")).startswith("gemma3"):
+        # It states the stretched length, whatever the scaling.
+        return int(max_len)
     rope = read_rope_parameters(config)
     if rope["rope_type"] == "linear":
         return int(max_len * float(rope["factor"]))

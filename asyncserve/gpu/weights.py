@@ -44,6 +44,18 @@ _GGUF_LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GGUF_LAYER_NAMES_OF = {
+    "gemma3": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+"""Names that an architecture has besides, or instead."""
+
+_ADDS_ONE_TO_NORMS = ("gemma3",)
+"""Architectures whose norms multiply by 1 + w: a GGUF file holds the sum, a checkpoint w."""
+
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GGUF_OTHER = re.compile(r"(\w+)\.(weight|bias)")
 
@@ -147,7 +159,7 @@ def _read_gguf(checkpoint: Checkpoint, *, progress: bool) -> Generator[tuple[str
     header = read_gguf_header(path)
     file = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     data = {tensor.name: _stored_bytes(tensor, file, path) for tensor in header.tensors.values()}
-    is_permuted = header.metadata.get("general.architecture") == "llama"
+    architecture = str(header.metadata.get("general.architecture"))
     num_heads = int(config["num_attention_heads"])
     heads = {"attn_q": num_heads, "attn_k": int(config.get("num_key_value_heads") or num_heads)}
     with _progress_bar(sum(stored.size for stored in data.values()), progress=progress) as bar:
@@ -155,17 +167,20 @@ def _read_gguf(checkpoint: Checkpoint, *, progress: bool) -> Generator[tuple[str
             stored = data[tensor.name]
             weight = _dequantize(tensor, stored, path)
             layer = _GGUF_LAYER.fullmatch(tensor.name)
-            if is_permuted and layer is not None and layer[2] in heads:
+            if architecture == "llama" and layer is not None and layer[2] in heads:
                 weight = _unpermute(weight, heads[layer[2]])
-            yield gguf_to_hf_name(tensor.name), weight
+            elif architecture in _ADDS_ONE_TO_NORMS and tensor.name.endswith("norm.weight"):
+                weight -= 1.0
+            yield gguf_to_hf_name(tensor.name, architecture), weight
             bar.update(stored.size)
 
 
-def gguf_to_hf_name(name: str) -> str:
+def gguf_to_hf_name(name: str, architecture: str = "llama") -> str:
     """Translate a tensor's name; one without a counterpart comes back as it is."""
     layer = _GGUF_LAYER.fullmatch(name)
-    if layer is not None and layer[2] in _GGUF_LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_GGUF_LAYER_NAMES[layer[2]]}.{layer[3]}"
+    names = {**_GGUF_LAYER_NAMES, **_GGUF_LAYER_NAMES_OF.get(architecture, {})}
+    if layer is not None and layer[2] in names:
+        return f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
     other = _GGUF_OTHER.fullmatch(name)
     if other is not None and other[1] in _GGUF_NAMES:
         return f"{_GGUF_NAMES[other[1]]}.{other[2]}"

@@ -21,6 +21,7 @@ from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWi
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
+from asyncserve.observer import KVGroupStatistics
 from asyncserve.step import BlockCopy
 
 NULL_BLOCK = 0
@@ -514,6 +515,31 @@ class KVAllocator:
         table = sequence.block_table
         for block_ids, num_null in zip(table.block_ids, table.num_null, strict=True):
             self.pool.release(block_ids[num_null:] if num_null else block_ids)
+
+    def group_statistics(self, sequences: Sequence[SequenceState]) -> list[KVGroupStatistics]:
+        """Return what each group has of the pool, given the sequences that hold a slot."""
+        groups = []
+        for manager in self._managers:
+            group_id, block_len = manager.group_id, manager.block_len
+            num_used = self.pool.num_used_by(group_id)
+            num_slots = num_unused = 0
+            if manager in self._growing_managers:
+                num_slots = num_used * block_len
+                # Blocks that are shared are full, so those behind a sequence's end are its own.
+                num_unused = sum(
+                    max(0, len(each.block_table.block_ids[group_id]) * block_len - each.num_computed_tokens)
+                    for each in sequences
+                )
+            groups.append(
+                KVGroupStatistics(
+                    group_id=group_id,
+                    num_blocks_used=num_used,
+                    num_blocks_cached=self.pool.num_cached_of(group_id),
+                    num_slots=num_slots,
+                    num_slots_unused=num_unused,
+                )
+            )
+        return groups
 
     def check(self, sequences: Iterable[SequenceState]) -> None:
         """Verify the pool against the tables of the sequences that hold a slot.

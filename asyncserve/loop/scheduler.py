@@ -227,6 +227,7 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_pauses = 0
         self._num_copied_blocks = 0
+        self._num_window_blocks_freed_earlier = 0  # before the device was lost
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
@@ -559,6 +560,7 @@ class Scheduler:
         self._in_flight.clear()
         self._last_applied_step_id = self._next_step_id - 1
         self._decoding, self._prefilling, self._searches = [], [], []
+        self._num_window_blocks_freed_earlier += self._allocator.num_window_blocks_freed
         self._allocator = self._make_allocator()
         self._free_slots = list(range(self._info.num_slots - 1, -1, -1))
         self._released_slots.clear()
@@ -583,6 +585,11 @@ class Scheduler:
         statistics.num_blocks_cached = self._allocator.num_cached
         statistics.num_blocks_saved = self._allocator.num_saved
         statistics.num_copied_blocks = self._num_copied_blocks
+        freed_earlier = self._num_window_blocks_freed_earlier
+        statistics.num_window_blocks_freed = freed_earlier + self._allocator.num_window_blocks_freed
+        statistics.kv_groups = self._allocator.group_statistics(
+            [sequence for sequence in self._slot_holders if sequence is not None]
+        )
         statistics.num_unapplied_steps = len(self._in_flight)
         statistics.prefix_cache_queries = self._prefix_cache_queries
         statistics.prefix_cache_hits = self._prefix_cache_hits
@@ -820,8 +827,6 @@ class Scheduler:
             row.last_step_id = draft.step_id
         for row in rows:
             row.num_computed_tokens += 1
-        if begins:
-            self._allocator.register(first)
         if beams.has_sampled:
             draft.beam_rows += rows
         else:

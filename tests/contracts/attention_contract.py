@@ -26,7 +26,7 @@ from asyncserve.gpu.attention.interface import (
 )
 from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.kv_spec import FullAttention, KVGroup
+from asyncserve.kv_spec import FullAttention, KVGroup, SlidingWindow
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Largest absolute error on outputs of magnitude about 1, by dtype of q, k and v."""
@@ -41,10 +41,14 @@ class Shape:
     head_dim: int = 16
     block_len: int = 4
     window_len: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
     dtype: str = "float32"
     cache_dtype: str | None = None
     num_layers: int = 2
     num_groups: int = 1
+    frees_passed_blocks: bool = False
+    """Whether the window's groups keep no more than they must: what it has passed is given to others."""
 
 
 class Simulation:
@@ -61,6 +65,10 @@ class Simulation:
             head_dim=shape.head_dim,
             dtype=shape.cache_dtype or shape.dtype,
         )
+        if shape.frees_passed_blocks:
+            assert shape.window_len is not None
+            fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+            spec = SlidingWindow(**fields, window_len=shape.window_len)
         self.num_blocks = 128
         self.groups = tuple(
             KVGroup(
@@ -93,6 +101,8 @@ class Simulation:
         """Run one step of (sequence, num_tokens) rows in every layer and compare with the oracle."""
         shape = self.shape
         starts = [len(self.history[sequence]) for sequence, _ in rows]
+        for sequence, start in zip((sequence for sequence, _ in rows), starts, strict=True):
+            self._give_away_passed_blocks(sequence, start)
         batch = self.batch(rows, starts)
         planned = self.backend.plan(batch, self.kv_cache)
         attention = StepAttention(self.backend, batch, self.kv_cache, planned)
@@ -112,6 +122,7 @@ class Simulation:
             ]
             token += length
         for layer_id in range(shape.num_layers):
+            sinks = torch.linspace(-2.0, 3.0, shape.num_heads, device=self.device)
             layer = AttentionLayer(
                 layer_id=layer_id,
                 num_heads=shape.num_heads,
@@ -119,6 +130,8 @@ class Simulation:
                 head_dim=shape.head_dim,
                 scale=0.3,
                 window_len=shape.window_len,
+                softcap=shape.softcap,
+                sinks=sinks if shape.has_sinks else None,
             )
             # Slices of a wider tensor, as a fused projection gives them: not contiguous.
             heads = [part[:, :, layer_id].to(self.device) for part in (q, k, v)]
@@ -132,6 +145,14 @@ class Simulation:
 
             if isinstance(self.backend, RotatingBackend):
                 self._check_projected(layer, torch.cat(heads, 1), out, batch)
+
+    def _give_away_passed_blocks(self, sequence: int, start: int) -> None:
+        """Let others write NaN into what the windows have passed; the sequence's tables do not tell."""
+        for group, table in zip(self.groups, self.tables[sequence], strict=True):
+            passed = torch.tensor(table[: group.spec.num_unseen(start)], dtype=torch.int64)
+            for layer_id in group.layer_ids:
+                for tensor in (self.kv_cache.keys[layer_id], self.kv_cache.values[layer_id]):
+                    tensor[passed.to(self.device)] = torch.nan
 
     def _check_projected(
         self, layer: AttentionLayer, heads: torch.Tensor, expected: torch.Tensor, batch: Batch
@@ -221,6 +242,12 @@ class Simulation:
                     key = torch.stack([k[kv_head, layer.layer_id] for k, _ in seen]).double()
                     value = torch.stack([v[kv_head, layer.layer_id] for _, v in seen]).double()
                     scores = layer.scale * key @ q[token, head].double()
+                    if layer.softcap is not None:
+                        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+                    if layer.sinks is not None:
+                        # A position more, of which nothing is read.
+                        scores = torch.cat((scores, layer.sinks[head].cpu().double()[None]))
+                        value = torch.cat((value, torch.zeros_like(value[:1])))
                     heads.append(torch.softmax(scores, dim=0) @ value)
                 outputs.append(torch.cat(heads))
                 token += 1
@@ -321,6 +348,46 @@ class AttentionContract:
         simulation.step([(first, 5), (second, 3)])
         simulation.step([(first, 1), (second, 1)])
         simulation.step([(second, 1), (first, 4)])
+
+    @pytest.mark.parametrize("window_len", [1, 6, 21])
+    def test_what_a_window_has_passed_may_be_anybodys(self, window_len: int) -> None:
+        simulation = self.simulate(Shape(window_len=window_len, frees_passed_blocks=True))
+        first, second, third = (simulation.add_sequence() for _ in range(3))
+        simulation.step([(first, 26), (second, 11)])
+        simulation.step([(second, 1), (third, 2), (first, 5)])
+        simulation.step([(first, 1), (third, 1), (second, 1)])
+        simulation.step([(first, 1), (second, 9), (third, 18)])
+        simulation.step([(third, 1)])
+
+    def test_rows_of_unequal_length_are_of_equal_length_in_a_window(self) -> None:
+        simulation = self.simulate(Shape(window_len=9, frees_passed_blocks=True))
+        rows = [(simulation.add_sequence(), length) for length in (40, 3, 12)]
+        simulation.step(rows)
+        for _ in range(2):
+            simulation.step([(sequence, 1) for sequence, _ in rows])
+
+    @pytest.mark.parametrize("window_len", [None, 3, 7])
+    @pytest.mark.parametrize(
+        ("softcap", "has_sinks"), [(0.5, False), (None, True), (0.5, True)], ids=["cap", "sinks", "both"]
+    )
+    def test_capped_scores_and_sinks_in_rows_of_every_kind(
+        self, softcap: float | None, has_sinks: bool, window_len: int | None
+    ) -> None:
+        simulation = self.simulate(Shape(softcap=softcap, has_sinks=has_sinks, window_len=window_len))
+        first, second, third = (simulation.add_sequence() for _ in range(3))
+        simulation.step([(first, 6), (second, 11)])
+        simulation.step([(first, 1), (third, 2), (second, 3)])
+        simulation.step([(first, 1), (second, 1), (third, 1)])
+        simulation.step([(second, 1), (first, 4)])
+        simulation.step([(third, 1)])
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_capped_scores_and_sinks_in_sixteen_bits(self, dtype: str) -> None:
+        shape = Shape(num_heads=8, softcap=2.0, has_sinks=True, window_len=5, dtype=dtype)
+        simulation = self.simulate(shape)
+        first, second = simulation.add_sequence(), simulation.add_sequence()
+        simulation.step([(first, 9), (second, 4)])
+        simulation.step([(second, 1), (first, 1)])
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_every_dtype_within_its_tolerance(self, dtype: str) -> None:

@@ -1,6 +1,7 @@
 """Beam searches on the real runner, plans made by hand, against transformers' own."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -223,7 +224,8 @@ def test_tables_and_tokens_on_a_device_give_what_those_of_the_host_give(subject:
     on_host = BeamDriver(drive(Subject(kind="cpu", architecture=subject.architecture), num_slots=4))
     expected = on_host.begin(prompt, **options)
     on_host.run(expected)
-    on_device = BeamDriver(drive(subject))
+    decode_only = tuple(size for size in subject.graphs if not size.num_long_rows)  # others take long to make
+    on_device = BeamDriver(drive(dataclasses.replace(subject, graphs=decode_only)))
     driven = on_device.begin(prompt, **options)
     plain = on_device.driver.admit(PROMPTS[1])
     tokens = []

@@ -170,6 +170,30 @@ def test_preempted_searches_go_on_with_their_rows(
         assert_found(bench, ids[i], searched(prompt(9 + i, 10 * i), 3, 20, frozenset()))
 
 
+def test_a_search_whose_blocks_others_took_before_it_samples_goes_back_whole() -> None:
+    # It enters with 11 blocks free but for two; before its prompt ends, two others have taken two more.
+    bench = Bench(info(num_blocks=12, max_model_len=28, max_num_batched_tokens=8))
+    for i in range(2):
+        bench.add(prompt(3, 20 * i), max_tokens=9)
+    bench.step()
+    ids = add_search(bench, 4, prompt(22, 7), max_tokens=2)
+    bench.run()
+    assert bench.timelines[ids[0]].num_preemptions == bench.timelines[ids[3]].num_preemptions == 1
+    assert_found(bench, ids, searched(prompt(22, 7), 4, 2))
+    assert [bench.tokens_of(i) for i in range(2)] == [
+        fake_continuation(prompt(3, 20 * i), 9, VOCAB) for i in range(2)
+    ]
+
+
+def test_a_search_does_not_enter_before_there_are_blocks_for_all_its_rows() -> None:
+    bench = Bench(info(num_blocks=8, max_model_len=16))
+    bench.add(prompt(9, 20), max_tokens=4)
+    ids = add_search(bench, 4, prompt(6), max_tokens=2)
+    bench.run()
+    assert bench.statistics().num_preemptions == 0
+    assert_found(bench, ids, searched(prompt(6), 4, 2))
+
+
 @pytest.mark.parametrize("row", [0, 2])
 @pytest.mark.parametrize("num_steps", range(9))
 def test_a_search_paused_at_any_time_goes_on_as_one(num_steps: int, row: int) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from asyncserve.gpu.attention.interface import AttentionLayer
-from asyncserve.gpu.attention.row_groups import similar_rows
+from asyncserve.gpu.attention.row_groups import passed_pages, similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.kv_spec import FullAttention, KVSpec, RecurrentState
@@ -46,7 +46,7 @@ class _DecodeGroup:
     Args:
         rows: `[num] int64`, which rows of the step; None if they are the first `num`, in order.
         num_rows: How many.
-        longest: Tokens of the longest row.
+        longest: Tokens of the longest row; in all lengths, pages that a window has passed do not count.
         page_rows: `[num * num_kv_heads * num_pages] int64` into the cache seen as rows of pages.
         seq_lens: `[num] int32`.
         padded_len: Positions of the longest row's pages.
@@ -70,7 +70,7 @@ class _Prefill:
     Args:
         begin: Its first token in the step.
         num_tokens: How many.
-        start: Its first token's position: how many are cached.
+        start: How many cached positions are before its first token, but for what a window has passed.
         page_rows: `[num_kv_heads * num_pages] int64`; None without a cached beginning.
     """
 
@@ -159,7 +159,7 @@ class CPUAttention:
         k = self._gather("k", keys, group.page_rows).view(shape).to(q.dtype)
         v = self._gather("v", values, group.page_rows).view(shape).to(q.dtype)
         q = q.reshape(num_rows * layer.num_kv_heads, group_len, layer.head_dim)
-        if num_rows == 1:
+        if num_rows == 1 and layer.is_plain:
             first = 0 if layer.window_len is None else max(0, group.longest - layer.window_len)
             seen = slice(first, group.longest)
             k, v = k[None, :, seen], v[None, :, seen]
@@ -168,8 +168,16 @@ class CPUAttention:
         if mask is None:
             mask = _decode_mask(layer, group, q.dtype)
             group.masks[layer.window_len, q.dtype, group_len] = mask
-        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=layer.scale)
+        if layer.softcap is None:
+            scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=layer.scale)
+        else:
+            scores = _softcapped(torch.bmm(q, k.transpose(1, 2)).mul_(layer.scale), layer.softcap).add_(mask)
         out = torch.bmm(torch.softmax(scores, -1), v)
+        if layer.sinks is not None:
+            sinks = layer.sinks.view(1, layer.num_kv_heads, group_len, 1)
+            out *= _left_by_sinks(scores.view(num_rows, layer.num_kv_heads, group_len, -1), sinks).view(
+                -1, group_len, 1
+            )
         return out.view(num_rows, layer.num_heads * layer.head_dim)
 
     def _gather(self, name: str, cache: torch.Tensor, page_rows: torch.Tensor) -> torch.Tensor:
@@ -204,7 +212,14 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
         return (blocks.unsqueeze(-2) * num_kv_heads + heads[:, None]).reshape(-1)
 
     num_decode = batch.num_decode_rows
-    seq_lens = batch.seq_lens_host
+    passed = passed_pages(batch, spec)
+    seq_lens, device_lens = batch.seq_lens_host, batch.seq_lens
+    if any(passed):
+        # As if the sequences began with the first page that is seen.
+        seq_lens = tuple(seq_len - pages * block_len for seq_len, pages in zip(seq_lens, passed, strict=True))
+        device_lens = torch.tensor(seq_lens, dtype=torch.int32)
+        columns = torch.tensor(passed)[:, None] + torch.arange(block_table.shape[1])
+        block_table = block_table.gather(1, columns.clamp_(max=block_table.shape[1] - 1))
     num_pages = [-(-seq_len // block_len) for seq_len in seq_lens]
     decodes = []
     most_pages = _MOST_GATHERED // (num_kv_heads * block_len * spec.head_dim)
@@ -212,10 +227,10 @@ def _plan_group(batch: Batch, group_id: int, spec: FullAttention) -> _GroupStep:
         pages = max(num_pages[row] for row in rows)
         if len(rows) == num_decode:
             picked = None
-            table, lens = block_table[:num_decode, :pages], batch.seq_lens[:num_decode]
+            table, lens = block_table[:num_decode, :pages], device_lens[:num_decode]
         else:
             picked = torch.tensor(rows)
-            table, lens = block_table[picked, :pages], batch.seq_lens[picked]
+            table, lens = block_table[picked, :pages], device_lens[picked]
         decodes.append(
             _DecodeGroup(
                 rows=picked,
@@ -292,6 +307,8 @@ def _prefill(
         keys = k[:, first:last].transpose(1, 2)
         # beta=0: the first argument is not read, it only gives the result its dtype.
         scores = torch.baddbmm(after[:1, :1], tile, keys, beta=0, alpha=layer.scale)
+        if layer.softcap is not None:
+            _softcapped(scores, layer.softcap)
         by_query = scores.view(num_kv_heads, group_len, num_queries, last - first)
         # Only the tile's own keys, which are the last ones, come after some of its queries …
         by_query[..., -num_queries:] += after[:num_queries, :num_queries]
@@ -303,7 +320,28 @@ def _prefill(
             if num_cut > 0:
                 by_query[:, :, num_whole:, :num_cut] += after[:num_cut, :num_cut].T
         attended = torch.bmm(torch.softmax(scores, -1), v[:, first:last])
+        if layer.sinks is not None:
+            sinks = layer.sinks.view(num_kv_heads, group_len, 1, 1)
+            attended *= _left_by_sinks(by_query, sinks).view(num_kv_heads, -1, 1)
         out[begin:end] = attended.view(num_kv_heads, group_len, -1, head_dim).permute(2, 0, 1, 3)
+
+
+def _softcapped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return `cap * tanh(scores / cap)`, in place of the scores, which are not masked yet."""
+    return scores.div_(cap).tanh_().mul_(cap)
+
+
+def _left_by_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the share of the probability that the sinks leave to the positions.
+
+    Args:
+        scores: `[…, positions]`, masked.
+        sinks: `[…, 1] float32`, broadcasts to the scores.
+
+    Returns:
+        `[…, 1]` in the dtype of the scores: e^a / (e^a + e^sink), where e^a is the sum over the positions.
+    """
+    return torch.sigmoid(scores.float().logsumexp(-1, keepdim=True) - sinks).to(scores.dtype)
 
 
 @functools.cache

@@ -28,6 +28,9 @@ class AttentionLayer:
         head_dim: Elements per head.
         scale: Factor on the scores, usually `head_dim ** -0.5`.
         window_len: A token attends to at most this many positions, itself included; None for all.
+        softcap: A score s, scaled, becomes `softcap * tanh(s / softcap)`; None leaves it.
+        sinks: `[num_heads] float32` on the device, a score of each head that takes its share of the
+            probability and gives no value; None: there are none.
     """
 
     layer_id: int
@@ -36,6 +39,13 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window_len: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its weights are the softmax of the scaled scores, as torch's own attention has it."""
+        return self.softcap is None and self.sinks is None
 
 
 class AttentionBackend(Protocol):

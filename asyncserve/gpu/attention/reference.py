@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from asyncserve.gpu.attention.interface import AttentionLayer
-from asyncserve.gpu.attention.row_groups import similar_rows
+from asyncserve.gpu.attention.row_groups import passed_pages, similar_rows
 from asyncserve.gpu.batch import Batch
 from asyncserve.gpu.kv_cache import KVCache
-from asyncserve.kv_spec import DTYPE_BYTES, FullAttention, KVSpec, RecurrentState
+from asyncserve.kv_spec import DTYPE_BYTES, FullAttention, KVSpec, RecurrentState, SlidingWindow
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +49,8 @@ class _Prefill:
     Args:
         begin: Its first token in the step.
         end: One past its last.
-        seq_len: Tokens of the sequence once the step is done; `seq_len - (end - begin)` are cached.
+        seq_len: Tokens of the sequence once the step is done, but for pages that a window has passed;
+            `seq_len - (end - begin)` are cached.
         page_rows: `[num_kv_heads, num_blocks] int64` into the cache as rows of pages; None without a
             cached beginning.
         masks: window_len to `[end - begin, seq_len] bool`, True where attended; made when first asked, and
@@ -148,7 +149,20 @@ class ReferenceAttention:
         heads = torch.arange(num_kv_heads, device=block_table.device)
 
         num_decode = batch.num_decode_rows
-        seq_lens = batch.seq_lens_host
+        passed = passed_pages(batch, spec)
+        seq_lens, device_lens = batch.seq_lens_host, batch.seq_lens
+        if any(passed):
+            # As if the sequences began with the first page that is seen. Made of what is on the device
+            # already, or the host would wait for the step before.
+            assert isinstance(spec, SlidingWindow)
+            query_lens = batch.query_start[1:] - batch.query_start[:-1]
+            first = (device_lens - query_lens - (spec.window_len - 1)).clamp_(min=0) // block_len
+            columns = first[:, None] + torch.arange(block_table.shape[1], device=block_table.device)
+            block_table = block_table.gather(1, columns.clamp_(max=block_table.shape[1] - 1))
+            device_lens = device_lens - first * block_len
+            seq_lens = tuple(
+                seq_len - pages * block_len for seq_len, pages in zip(seq_lens, passed, strict=True)
+            )
         num_pages = [-(-seq_len // block_len) for seq_len in seq_lens]
         page_bytes = num_kv_heads * block_len * spec.head_dim * DTYPE_BYTES[spec.dtype]
         groups = similar_rows(
@@ -166,9 +180,9 @@ class ReferenceAttention:
         for rows, picked in zip(groups, picks, strict=True):
             pages = max(num_pages[row] for row in rows)
             if picked is None:
-                table, lens = block_table[:num_decode, :pages], batch.seq_lens[:num_decode]
+                table, lens = block_table[:num_decode, :pages], device_lens[:num_decode]
             else:
-                table, lens = block_table[picked, :pages], batch.seq_lens[picked]
+                table, lens = block_table[picked, :pages], device_lens[picked]
             decodes.append(
                 _DecodeGroup(
                     rows=picked,
@@ -214,7 +228,11 @@ class ReferenceAttention:
             out: As `q`, written.
         """
         num_queries = q.shape[0]
-        is_causal = row.page_rows is None and (layer.window_len is None or layer.window_len >= row.seq_len)
+        is_causal = (
+            layer.is_plain
+            and row.page_rows is None
+            and (layer.window_len is None or layer.window_len >= row.seq_len)
+        )
         tile_len = num_queries
         if not is_causal:
             tile_len = min(num_queries, max(1, self._most_scores // (layer.num_heads * row.seq_len)))
@@ -228,15 +246,27 @@ class ReferenceAttention:
                     mask = _prefill_mask(row, layer.window_len, begin, end, q.device)
                     if tile_len == num_queries:
                         row.masks[layer.window_len] = mask
-            attended = F.scaled_dot_product_attention(
-                q[begin:end].transpose(0, 1)[None],
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=is_causal,
-                scale=layer.scale,
-                enable_gqa=layer.num_heads != layer.num_kv_heads,
-            )
+            tile = q[begin:end].transpose(0, 1)[None]
+            if layer.is_plain:
+                attended = F.scaled_dot_product_attention(
+                    tile,
+                    k,
+                    v,
+                    attn_mask=mask,
+                    is_causal=is_causal,
+                    scale=layer.scale,
+                    enable_gqa=layer.num_heads != layer.num_kv_heads,
+                )
+            else:
+                group_len = layer.num_heads // layer.num_kv_heads
+                attended = _attend(
+                    layer,
+                    tile,
+                    k.repeat_interleave(group_len, 1),
+                    v.repeat_interleave(group_len, 1),
+                    mask,
+                    None if layer.sinks is None else layer.sinks[:, None, None],
+                )
             out[begin:end] = attended[0].transpose(0, 1)
 
 
@@ -257,14 +287,48 @@ def _decode(
                 mask &= positions >= seq_lens - layer.window_len
             mask = mask[:, None, None, :]
             group.masks[layer.window_len] = mask
-    out = F.scaled_dot_product_attention(
-        q.view(num_rows, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads, layer.head_dim),
-        _gather_pages(keys, group.page_rows).to(q.dtype),
-        _gather_pages(values, group.page_rows).to(q.dtype),
-        attn_mask=mask,
-        scale=layer.scale,
-    )
+    heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
+    grouped = q.view(num_rows, *heads, layer.head_dim)
+    k = _gather_pages(keys, group.page_rows).to(q.dtype)
+    v = _gather_pages(values, group.page_rows).to(q.dtype)
+    if layer.is_plain:
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=layer.scale)
+    else:
+        sinks = None if layer.sinks is None else layer.sinks.view(*heads, 1)
+        out = _attend(layer, grouped, k, v, mask, sinks)
     return out.reshape(q.shape)
+
+
+def _attend(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with what torch's own attention does not know: capped scores, sinks. In float32.
+
+    Args:
+        layer: The layer that asks.
+        q: `[rows, heads, queries, head_dim]`.
+        k: `[rows, heads, positions, head_dim]`.
+        v: As `k`.
+        mask: Broadcasts to `[rows, heads, queries, positions] bool`, True where attended; None: everywhere.
+        sinks: Broadcasts to `[rows, heads, queries, 1]`; None: there are none.
+
+    Returns:
+        As `q`.
+    """
+    scores = (q.float() @ k.float().transpose(-2, -1)) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks)
+    return ((scores - total).exp() @ v.float()).to(q.dtype)
 
 
 def _prefill_mask(

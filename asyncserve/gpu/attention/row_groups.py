@@ -1,11 +1,22 @@
-"""Which decode rows are attended together: rows of similar length, so that little is padding.
+"""Which pages of which rows are gathered: none that a window has passed, and rows of similar length together.
 
-Takes the number of pages of each row, gives lists of rows. A backend gathers a group's pages side by side,
-padded to its longest row, so a group costs its padded pages in time and memory; but every group is some
+Takes lengths on the host, gives numbers of pages and lists of rows. A backend gathers a group's pages side by
+side, padded to its longest row, so a group costs its padded pages in time and memory; but every group is some
 kernel launches more. Knows no tensor.
 """
 
 from collections.abc import Sequence
+
+from asyncserve.gpu.batch import Batch
+from asyncserve.kv_spec import FullAttention
+
+
+def passed_pages(batch: Batch, spec: FullAttention) -> list[int]:
+    """Return how many leading pages of each row none of its tokens sees: they may belong to others by now."""
+    return [
+        spec.num_unseen(seq_len - query_len)
+        for seq_len, query_len in zip(batch.seq_lens_host, batch.query_lens_host, strict=True)
+    ]
 
 
 def similar_rows(num_pages: Sequence[int], *, free_padding: int, most_pages: int) -> list[list[int]]:

@@ -153,6 +153,8 @@ class TritonAttention:
                 num_rows=planned.num_decode_rows,
                 query_start=batch.query_start if planned.is_mixed else None,
                 window_len=layer.window_len,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
             )
         if planned.num_prefill_rows:
             paged_prefill(
@@ -170,6 +172,8 @@ class TritonAttention:
                 config=kind.prefill,
                 skips_single=planned.is_mixed,
                 window_len=layer.window_len,
+                softcap=layer.softcap,
+                sinks=layer.sinks,
             )
         return out.view(q.shape[0], -1)
 
@@ -197,6 +201,8 @@ class TritonAttention:
                 cos, sin, batch.slot_mapping[group_id], None if norm is None else QKNorm(*norm)
             ),
             window_len=layer.window_len,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
         )
         return out.view(batch.num_rows, -1)
 

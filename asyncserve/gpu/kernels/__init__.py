@@ -6,7 +6,7 @@ paged_prefill.py  attention of rows of several tokens
 rms_norm.py       RMSNorm
 rotary.py         rotary positions, QK-norm and the KV cache write
 sampling.py       from logits to token ids
-silu_mul.py       the gate of an MLP
+gated_mul.py      the gate of an MLP
 small_linear.py   products of a few tokens, with what comes before and after them
 truncation.py     what top-k, min-p and top-p keep
 """

@@ -364,7 +364,7 @@ def _decode_kernel(
     for number in range(tl.cdiv(num_tiles - split, num_splits)):
         k, v = load_tile(
             key_ptr, value_ptr, blocks, positions, end, kv_head,
-            KV_HEADS, HEAD_DIM, BLOCK_LEN, PADDED_DIM, True,
+            KV_HEADS, HEAD_DIM, BLOCK_LEN, PADDED_DIM, True, seq_len - WINDOW_LEN, WINDOW_LEN > 0,
         )  # fmt: skip
         # Those of the second tile are known, so that it is loaded right behind the first.
         blocks = load_blocks(row_table, positions + step, last_column, BLOCK_LEN, number > 0, second_blocks)

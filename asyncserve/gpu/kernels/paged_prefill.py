@@ -300,13 +300,17 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Go on over the positions `begin … end - 1`, with a mask or without."""
     tile = tl.arange(0, TILE_LEN)
+    first_seen = begin
+    if WINDOW_LEN > 0:
+        first_seen = tl.min(query_positions, 0) - WINDOW_LEN + 1
     blocks = load_blocks(table_ptr, begin + tile, last_column, BLOCK_LEN)
     for first in range(begin, end, TILE_LEN):
         positions = first + tile
-        # What lies behind the tile's last query is masked below, too: a zero is not a score.
+        # What lies behind the tile's last query, or before all its windows, is masked below, too: a zero is
+        # not a score.
         k, v = load_tile(
             key_ptr, value_ptr, blocks, positions, end, kv_head,
-            KV_HEADS, HEAD_DIM, BLOCK_LEN, PADDED_DIM, IS_MASKED,
+            KV_HEADS, HEAD_DIM, BLOCK_LEN, PADDED_DIM, IS_MASKED, first_seen, WINDOW_LEN > 0,
         )  # fmt: skip
         blocks = load_blocks(table_ptr, positions + TILE_LEN, last_column, BLOCK_LEN)
         dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k.to(q.dtype).to(DOT_DTYPE)), input_precision="ieee")

@@ -53,6 +53,8 @@ def load_tile(
     BLOCK_LEN: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     HAS_END: tl.constexpr,
+    first: tl.tensor | None = None,
+    HAS_FIRST: tl.constexpr = False,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return K and V of some positions, `[len, PADDED_DIM]` each; zeros where there is nothing.
 
@@ -68,12 +70,17 @@ def load_tile(
         BLOCK_LEN: Positions per block.
         PADDED_DIM: The power of two from HEAD_DIM on.
         HAS_END: Whether some position may lie behind the end.
+        first: Positions before it are not loaded, if HAS_FIRST (and HAS_END); a window has passed them, and
+            they may be in blocks of anybody.
+        HAS_FIRST: Whether some position may lie before it.
     """
     elements = tl.arange(0, PADDED_DIM)
     cells = (blocks.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_LEN + positions % BLOCK_LEN
     at = cells[:, None] * HEAD_DIM + elements[None, :]
     if HAS_END:
         mask = (positions < end)[:, None]
+        if HAS_FIRST:
+            mask = mask & (positions >= first)[:, None]
         if PADDED_DIM != HEAD_DIM:
             mask = mask & (elements < HEAD_DIM)[None, :]
         k = tl.load(key_ptr + at, mask=mask, other=0.0)

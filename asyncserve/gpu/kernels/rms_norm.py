@@ -1,8 +1,8 @@
 """RMSNorm in one kernel.
 
 A program takes one row and holds all of it, so it is read once. Rounds where the composition of torch's own
-kernels in `layers/norm.py` does: the result once at the end; all between is float32. The weight is loaded
-while the kernel before still runs.
+kernels in `layers/norm.py` does: the result once at the end, and again when it is added to a residual; all
+between is float32. The weight is loaded while the kernel before still runs.
 """
 
 import torch
@@ -18,21 +18,30 @@ _MOST_WARPS = 16
 
 
 def rms_norm(
-    hidden: torch.Tensor, weight: torch.Tensor, *, eps: float, num_warps: int | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    num_warps: int | None = None,
 ) -> torch.Tensor:
-    """Return the normalized rows.
+    """Return the normalized rows, or add them to a residual.
 
     Args:
         hidden: `[num_tokens, size]`, rows contiguous in themselves; not changed.
         weight: `[size]`, contiguous.
         eps: Added to the mean square.
+        residual: `[num_tokens, size]`, contiguous, in the dtype of `hidden`, changed in place; None: there is
+            none.
         num_warps: Of a program; None: as suits the size.
 
     Returns:
-        A new contiguous tensor of the shape and dtype of `hidden`.
+        The residual, or a new contiguous tensor of the shape and dtype of `hidden`.
     """
     num_tokens, size = hidden.shape
-    out = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
+    out = residual
+    if out is None:
+        out = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
     block_len = triton.next_power_of_2(size)
     _rms_norm[(num_tokens,)](
         hidden,
@@ -42,6 +51,7 @@ def rms_norm(
         eps,
         SIZE=size,
         BLOCK_LEN=block_len,
+        HAS_RESIDUAL=residual is not None,
         num_warps=num_warps or max(1, min(block_len // _ELEMENTS_PER_WARP, _MOST_WARPS)),
         **launch_options(),
     )
@@ -57,6 +67,7 @@ def _rms_norm(
     eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK_LEN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -68,4 +79,9 @@ def _rms_norm(
     hidden = tl.load(hidden_ptr + row * hidden_stride + element, mask=exists, other=0.0)
     x = hidden.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-    tl.store(out_ptr + row * SIZE + element, (x * inverse * weight).to(hidden.dtype), mask=exists)
+    normalized = (x * inverse * weight).to(hidden.dtype)
+    out_ptrs = out_ptr + row * SIZE + element
+    if HAS_RESIDUAL:
+        residual = tl.load(out_ptrs, mask=exists, other=0.0)
+        normalized = (residual.to(tl.float32) + normalized.to(tl.float32)).to(hidden.dtype)
+    tl.store(out_ptrs, normalized, mask=exists)

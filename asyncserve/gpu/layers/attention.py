@@ -5,6 +5,7 @@ writes k and v into the cache, or the backend's own where it takes the projectio
 own kernels do, which are also their reference.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -31,6 +32,10 @@ class Attention(nn.Module):
         window_len: As in `AttentionLayer`.
         qk_norm_eps: Epsilon of the RMSNorms on each head of q and of k; None: there are none.
         dtype: Of weights and activations.
+        scale: Factor on the scores; None: `head_dim ** -0.5`.
+        softcap: As in `AttentionLayer`.
+        has_sinks: Whether each query head has a sink, a weight of the checkpoint.
+        norm_dtype: Of the weights of q's and k's norms; None: `dtype`.
     """
 
     def __init__(
@@ -46,6 +51,10 @@ class Attention(nn.Module):
         window_len: int | None,
         qk_norm_eps: float | None,
         dtype: torch.dtype,
+        scale: float | None = None,
+        softcap: float | None = None,
+        has_sinks: bool = False,
+        norm_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.layer = AttentionLayer(
@@ -53,8 +62,12 @@ class Attention(nn.Module):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            scale=head_dim**-0.5,
+            scale=head_dim**-0.5 if scale is None else scale,
             window_len=window_len,
+            softcap=softcap,
+        )
+        self.sinks = (
+            nn.Parameter(torch.empty(num_heads, dtype=dtype), requires_grad=False) if has_sinks else None
         )
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         self.qk_and_v = (q_size + kv_size, kv_size)
@@ -70,8 +83,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(q_size, hidden_size, bias=output_bias, dtype=dtype)
         self.qk_norm_eps = qk_norm_eps
         if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=dtype)
+            self.q_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=norm_dtype or dtype)
+            self.k_norm = RMSNorm(head_dim, eps=qk_norm_eps, dtype=norm_dtype or dtype)
         # gain `[num_heads + num_kv_heads, head_dim]` and floor: both norms at once.
         self.qk_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         self.kernel: Callable[..., None] | None = None
@@ -80,6 +93,8 @@ class Attention(nn.Module):
     def finish_loading(self, *, fused: bool = False) -> None:
         """Take the kernel, or put the norms' weights side by side so that one pass serves q and k."""
         num_heads, num_kv_heads = self.q_and_k
+        if self.sinks is not None:
+            self.layer = dataclasses.replace(self.layer, sinks=self.sinks.data.float())
         if fused:
             from asyncserve.gpu.kernels import rotary as kernels
 
@@ -97,7 +112,13 @@ class Attention(nn.Module):
         self.qk_norm = (rms_norm_gain(weight), rms_norm_floor(weight, self.qk_norm_eps))
 
     def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm, rotation: Rotation, attention: StepAttention
+        self,
+        hidden: torch.Tensor,
+        norm: RMSNorm,
+        rotation: Rotation,
+        attention: StepAttention,
+        *,
+        output_norm: RMSNorm | None = None,
     ) -> None:
         """Add to `hidden` in place what attention makes of its normalized rows.
 
@@ -106,6 +127,7 @@ class Attention(nn.Module):
             norm: Normalizes what the layer reads.
             rotation: Of the step.
             attention: Of the step.
+            output_norm: Normalizes what is added; None: it is added as it is.
         """
         layer = self.layer
         qkv = self.qkv_proj.forward(hidden, norm=norm)
@@ -115,7 +137,7 @@ class Attention(nn.Module):
                 self.kernel(qkv, *rotation, *attention.cache_of(layer))
                 heads = qkv.view(-1, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
                 attended = attention.attend(layer, *heads.split_with_sizes(self.q_k_v, 1))
-            self.o_proj.forward(attended, residual=hidden)
+            self.o_proj.forward(attended, output_norm=output_norm, residual=hidden)
             return
         qk, v = qkv.split_with_sizes(self.qk_and_v, 1)
         qk = qk.view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
@@ -123,4 +145,4 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             qk = rms_norm(qk, *self.qk_norm)
         q, k = rotate(qk, rotation).split_with_sizes(self.q_and_k, 1)
-        self.o_proj.forward(attention.run(layer, q, k, v), residual=hidden)
+        self.o_proj.forward(attention.run(layer, q, k, v), output_norm=output_norm, residual=hidden)

@@ -18,15 +18,18 @@ class Embedding(nn.Module):
         vocab_size: Rows of the table.
         hidden_size: Elements of a vector.
         dtype: Of the table.
+        scale: Factor on the vectors, which the table does not hold; rounded to its dtype.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[num_tokens] int32` → a new tensor `[num_tokens, hidden_size]`."""
-        return F.embedding(token_ids, self.weight)
+        vectors = F.embedding(token_ids, self.weight)
+        return vectors if self.scale == 1.0 else vectors.mul_(self.scale)
 
 
 class OutputHead(nn.Module):
@@ -37,13 +40,21 @@ class OutputHead(nn.Module):
         hidden_size: Its columns.
         dtype: Of the matrix.
         tied_to: The embedding whose table is the matrix; None if the head has its own.
+        softcap: A logit x becomes `softcap * tanh(x / softcap)`; None leaves it.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, tied_to: Embedding | None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        tied_to: Embedding | None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.tied_to = tied_to
+        self.softcap = softcap
         self.weight: nn.Parameter | None = None
         if tied_to is None:
             self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False)
@@ -69,6 +80,10 @@ class OutputHead(nn.Module):
         Returns:
             `[rows, vocab_size]`, in the dtype of `hidden`.
         """
+        logits = self._multiply(hidden, out)
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def _multiply(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         # For several tokens cuBLAS is quicker here: the matrix is far larger than what it needs to start.
         if self.kernel is not None and hidden.shape[0] == 1:
             return self.kernel.run(hidden, out=out)

@@ -68,18 +68,26 @@ class Linear(nn.Module):
             self.weight = None
 
     def forward(
-        self, x: torch.Tensor, *, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        output_norm: RMSNorm | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply.
 
         Args:
             x: `[num_tokens, in_features]`; not changed.
             norm: Normalizes `x` first; None: it is taken as it is.
+            output_norm: Normalizes the product, before it is added to a residual; None: it stays as it is.
             residual: `[num_tokens, out_features]`, the product is added to it in place; None: there is none.
 
         Returns:
             The residual, or a new tensor `[num_tokens, out_features]`.
         """
+        if output_norm is not None:
+            return output_norm.forward(self.forward(x, norm=norm), residual=residual)
         if self.kernel is not None and self.kernel.takes(x):
             return self.kernel.run(x, norm, residual)
         if norm is not None:

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
         self.gain: torch.Tensor | None = None
         self.floor: torch.Tensor | None = None
-        self.kernel: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.kernel: Callable[..., torch.Tensor] | None = None
 
     def finish_loading(self, *, fused: bool = False) -> None:
         """Compute gain and floor of `rms_norm` from the weight, or take the kernel instead of both."""
@@ -42,13 +42,22 @@ class RMSNorm(nn.Module):
         self.gain = rms_norm_gain(self.weight)
         self.floor = rms_norm_floor(self.weight, self.eps)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, size]` → a new tensor of the same shape and dtype."""
+    def forward(self, hidden: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalize rows.
+
+        Args:
+            hidden: `[num_tokens, size]`; not changed.
+            residual: As `hidden`, the normalized rows are added to it in place; None: there is none.
+
+        Returns:
+            The residual, or a new tensor of the shape and dtype of `hidden`.
+        """
         if self.kernel is not None:
-            return self.kernel(hidden)
+            return self.kernel(hidden, residual=residual)
         assert self.gain is not None
         assert self.floor is not None
-        return rms_norm(hidden, self.gain, self.floor)
+        normalized = rms_norm(hidden, self.gain, self.floor)
+        return normalized if residual is None else residual.add_(normalized)
 
 
 def rms_norm_gain(weight: torch.Tensor) -> torch.Tensor:

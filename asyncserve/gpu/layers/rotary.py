@@ -144,6 +144,30 @@ def read_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return parameters
 
 
+def rope_of_layer_type(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+    """Return the configuration with the RoPE of one type of layer in place of all types'.
+
+    Args:
+        config: The checkpoint's, with `rope_parameters` for each type, or in the older spelling: `rope_theta`
+            and `rope_scaling` are those of full attention, `rope_local_base_freq` is the local layers' base.
+        layer_type: `full_attention` or `sliding_attention`.
+
+    Raises:
+        CheckpointError: The parameters are no objects.
+    """
+    parameters = config.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise CheckpointError(f"the RoPE parameters are {parameters!r}; they must be an object")
+    is_full = layer_type == "full_attention"
+    # What is stated once, for all types, is full attention's.
+    of_type = parameters.get(layer_type, parameters if is_full and "rope_theta" in parameters else None) or {}
+    if not isinstance(of_type, Mapping):
+        raise CheckpointError(f"the RoPE parameters of {layer_type} are {of_type!r}; they must be an object")
+    scaling = (config.get("rope_scaling") if is_full else None) or {}
+    theta = config.get("rope_theta" if is_full else "rope_local_base_freq")
+    return {**config, "rope_scaling": None, "rope_theta": theta, "rope_parameters": {**of_type, **scaling}}
+
+
 def rope_frequencies(parameters: Mapping[str, Any], *, head_dim: int) -> tuple[torch.Tensor, float]:
     """Compute the angle per position of each pair of elements.
 

@@ -3,11 +3,12 @@
 What differs between architectures is read in their own files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from asyncserve.errors import CheckpointError
+from asyncserve.kv_spec import FullAttention, KVSpec, SlidingWindow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,11 @@ class Dimensions:
 
 
 def read_dimensions(
-    config: Mapping[str, Any], *, head_dim: int | None = None, num_kv_heads: int | None = None
+    config: Mapping[str, Any],
+    *,
+    head_dim: int | None = None,
+    num_kv_heads: int | None = None,
+    activation: str = "silu",
 ) -> Dimensions:
     """Read the sizes, with the defaults Hugging Face gives keys that are left out.
 
@@ -46,9 +51,10 @@ def read_dimensions(
         config: The checkpoint's configuration.
         head_dim: What it is if the configuration does not say; None: hidden size over heads.
         num_kv_heads: Likewise; None: as many as query heads.
+        activation: The one that the architecture has.
 
     Raises:
-        CheckpointError: A size is missing or contradicts another, or the activation is not SiLU.
+        CheckpointError: A size is missing or contradicts another, or the activation is another one.
     """
     hidden_size = _size(config, "hidden_size")
     num_heads = _size(config, "num_attention_heads")
@@ -71,8 +77,9 @@ def read_dimensions(
         )
     if head_dim % 2:
         raise CheckpointError(f"head_dim {head_dim} is odd, so it cannot be rotated")
-    if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+    for key in ("hidden_act", "hidden_activation"):
+        if config.get(key, activation) not in (activation, None):
+            raise CheckpointError(f"{key} {config[key]!r} is not supported, only {activation!r}")
     return Dimensions(
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden_size,
@@ -97,6 +104,22 @@ def layer_windows(config: Mapping[str, Any], *, num_layers: int) -> tuple[int | 
     if layer_types is None:
         first_sliding = int(config.get("max_window_layers", 28))
         return tuple(window_len if layer_id >= first_sliding else None for layer_id in range(num_layers))
+    return windows_of_types(layer_types, window_len, num_layers=num_layers)
+
+
+def windows_of_types(
+    layer_types: Sequence[str], window_len: int | None, *, num_layers: int
+) -> tuple[int | None, ...]:
+    """Return each layer's attention window; None where a layer sees everything.
+
+    Args:
+        layer_types: Of each layer, `full_attention` or `sliding_attention`.
+        window_len: Of the sliding ones; None: there may be none.
+        num_layers: How many there must be.
+
+    Raises:
+        CheckpointError: As `layer_windows`.
+    """
     if len(layer_types) != num_layers:
         raise CheckpointError(f"layer_types names {len(layer_types)} layers of {num_layers}")
     windows: list[int | None] = []
@@ -107,6 +130,34 @@ def layer_windows(config: Mapping[str, Any], *, num_layers: int) -> tuple[int | 
             raise CheckpointError("layer_types has sliding layers, but there is no sliding window in use")
         windows.append(window_len if layer_type == "sliding_attention" else None)
     return tuple(windows)
+
+
+def window_specs(
+    sizes: Dimensions, windows: Sequence[int | None], *, block_len: int, dtype: str
+) -> tuple[KVSpec, ...]:
+    """Return what each layer keeps: its window alone, if it has one.
+
+    Args:
+        sizes: Of the model.
+        windows: Of each layer; None: it sees everything.
+        block_len: Positions per block.
+        dtype: Of the cache.
+    """
+    full = FullAttention(
+        block_len=block_len, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim, dtype=dtype
+    )
+    return tuple(
+        full
+        if window_len is None
+        else SlidingWindow(
+            block_len=block_len,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            dtype=dtype,
+            window_len=window_len,
+        )
+        for window_len in windows
+    )
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -17,8 +17,8 @@ from asyncserve.gpu.layers.loading import fill_parameters, finish_layers
 from asyncserve.gpu.layers.mlp import GatedMLP
 from asyncserve.gpu.layers.norm import RMSNorm
 from asyncserve.gpu.layers.rotary import Rotary, Rotation
-from asyncserve.gpu.models.dimensions import Dimensions, layer_windows, read_dimensions
-from asyncserve.kv_spec import FullAttention, KVSpec
+from asyncserve.gpu.models.dimensions import Dimensions, layer_windows, read_dimensions, window_specs
+from asyncserve.kv_spec import KVSpec
 
 
 class Qwen2Layer(nn.Module):
@@ -69,6 +69,7 @@ class Qwen2ForCausalLM(nn.Module):
         sizes = read_dimensions(config, num_kv_heads=32)
         windows = layer_windows(config, num_layers=sizes.num_layers)
         self.sizes = sizes
+        self.windows = windows
         self.vocab_size = sizes.vocab_size
         self.embed_tokens = Embedding(sizes.vocab_size, sizes.hidden_size, dtype=dtype)
         self.rotary = Rotary(config, head_dim=sizes.head_dim)
@@ -86,13 +87,7 @@ class Qwen2ForCausalLM(nn.Module):
 
     def kv_specs(self, *, block_len: int, dtype: str) -> tuple[KVSpec, ...]:
         """Return what each layer keeps, by layer index."""
-        spec = FullAttention(
-            block_len=block_len,
-            num_kv_heads=self.sizes.num_kv_heads,
-            head_dim=self.sizes.head_dim,
-            dtype=dtype,
-        )
-        return (spec,) * self.sizes.num_layers
+        return window_specs(self.sizes, self.windows, block_len=block_len, dtype=dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Fill every parameter; see `Model.load_weights`."""

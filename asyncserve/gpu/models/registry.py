@@ -13,6 +13,9 @@ MODELS = {
     "MistralForCausalLM": "asyncserve.gpu.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "asyncserve.gpu.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "asyncserve.gpu.models.qwen3:Qwen3ForCausalLM",
+    "Gemma3ForCausalLM": "asyncserve.gpu.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "asyncserve.gpu.models.gemma3:Gemma3ForCausalLM",
+    "GptOssForCausalLM": "asyncserve.gpu.models.gpt_oss:GptOssForCausalLM",
 }
 
 

@@ -23,7 +23,7 @@ class Rows:
         block_len: Positions per block.
         dtype: Of q.
         cache_dtype: Of the cache; None for that of q.
-        leftover: What the cache holds where none of these sequences has a position.
+        leftover: What the cache holds where none of these sequences has a position that it sees.
     """
 
     seq_lens: list[int]
@@ -55,7 +55,11 @@ class Rows:
         self.values = random(*shape, dtype=cache_dtype, seed=2)
         is_position = torch.zeros(len(order) + 1, self.block_len, dtype=torch.bool)
         for row, seq_len in enumerate(self.seq_lens):
-            for position in range(seq_len):
+            first = 0
+            if self.window_len is not None:
+                # What all windows have passed belongs to others.
+                first = max(0, seq_len - self.query_lens[row] - self.window_len + 1)
+            for position in range(first, seq_len):
                 block = table[row, position // self.block_len]
                 is_position[block, position % self.block_len] = True
         unwritten = ~is_position[:, None, :, None].to(DEVICE)
@@ -97,6 +101,9 @@ class Rows:
             cache[blocks].to(self.dtype).double().transpose(1, 2).flatten(0, 1)[:seq_len]
             for cache in (self.keys, self.values)
         )
+        if self.window_len is not None:
+            k[: max(0, seq_len - num_queries - self.window_len + 1)] = 0
+            v[: max(0, seq_len - num_queries - self.window_len + 1)] = 0
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * self.scale
         if self.softcap is not None:

@@ -34,6 +34,27 @@ def test_a_row_is_normalized_in_float32_and_rounded_once(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_added_to_a_residual_it_is_rounded_before_and_after_as_the_layer_has_it(dtype: torch.dtype) -> None:
+    hidden, residual = random(3, 80, dtype=dtype), random(3, 80, dtype=dtype, seed=2)
+    layer = composition.RMSNorm(80, eps=1e-6, dtype=torch.float32).to(DEVICE)
+    layer.weight.data.copy_(random(80, dtype=torch.float32, seed=1))
+    results = []
+    for fused in (False, True):
+        layer.kernel = None
+        layer.finish_loading(fused=fused)
+        summed = residual.clone()
+        assert layer.forward(hidden, residual=summed) is summed
+        results.append(summed)
+    torch.testing.assert_close(results[1], results[0], atol=2 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
+    if dtype == torch.float16:  # the interpreter cuts bfloat16 instead of rounding it
+        assert (results[1] != results[0]).float().mean() < 0.05
+    exact_sum = residual.double() + exact(hidden, layer.weight.data, 1e-6)
+    torch.testing.assert_close(
+        results[0].double(), exact_sum, atol=4 * ROUNDING[dtype], rtol=4 * ROUNDING[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_the_composition_it_stands_for(dtype: torch.dtype) -> None:
     hidden, weight = random(5, 576, dtype=dtype), random(576, dtype=dtype, seed=1)
     layer = composition.RMSNorm(576, eps=1e-6, dtype=dtype).to(DEVICE)

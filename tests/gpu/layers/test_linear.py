@@ -130,7 +130,8 @@ def test_the_kernel_takes_a_few_tokens_and_leaves_the_norm_of_large_ones_to_its_
     norm, seen = RMSNorm(4096, eps=1e-5, dtype=torch.float16).to(DEVICE), []
     norm.weight.data.fill_(1.0)
 
-    def normalize(x: torch.Tensor) -> torch.Tensor:
+    def normalize(x: torch.Tensor, *, residual: torch.Tensor | None) -> torch.Tensor:
+        assert residual is None
         seen.append(x.shape[0])
         return x
 

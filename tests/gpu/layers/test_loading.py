@@ -31,7 +31,7 @@ def test_on_a_cpu_layers_run_torchs_own_kernels() -> None:
 
 def test_told_so_they_run_the_triton_kernels() -> None:
     pytest.importorskip("triton")
-    from asyncserve.gpu.kernels.silu_mul import silu_mul
+    from asyncserve.gpu.kernels.gated_mul import silu_mul
 
     model = layers()
     finish_layers(model, fused=True)

@@ -3,8 +3,9 @@ import torch
 import torch.nn.functional as F
 
 from asyncserve.gpu.layers.loading import finish_layers
-from asyncserve.gpu.layers.mlp import GatedMLP
+from asyncserve.gpu.layers.mlp import Gate, GatedMLP, gelu_mul, silu_mul
 from asyncserve.gpu.layers.norm import RMSNorm
+from asyncserve.gpu.models.gpt_oss import clamped_gate
 from tests.gpu.kernels.machine import DEVICE, random
 
 
@@ -26,13 +27,34 @@ def test_it_adds_down_of_silu_of_gate_times_up_of_the_normalized_rows() -> None:
     torch.testing.assert_close(hidden, expected)
 
 
+def test_what_is_added_may_be_normalized_first() -> None:
+    mlp = GatedMLP(6, 10, bias=False, dtype=torch.float32, gate=gelu_mul)
+    norm, output_norm = (RMSNorm(6, eps=1e-5, dtype=torch.float32) for _ in range(2))
+    for module in (mlp, norm, output_norm):
+        for parameter in module.parameters():
+            parameter.data.uniform_(-1, 1)
+    norm.finish_loading()
+    output_norm.finish_loading()
+    hidden, added = torch.randn(4, 6), torch.zeros(4, 6)
+    expected = hidden + F.rms_norm(
+        mlp.down_proj.forward(gelu_mul(mlp.gate_up_proj.forward(hidden, norm=norm))),
+        (6,),
+        output_norm.weight,
+        1e-5,
+    )
+    added += hidden
+    mlp.forward(added, norm, output_norm=output_norm)
+    torch.testing.assert_close(added, expected)
+
+
+@pytest.mark.parametrize("gate", [silu_mul, gelu_mul, clamped_gate(alpha=1.7, limit=1.0)])
 @pytest.mark.parametrize("num_tokens", [1, 5, 17])
-def test_with_the_kernels_it_gives_what_it_gives_without(num_tokens: int) -> None:
+def test_with_the_kernels_it_gives_what_it_gives_without(num_tokens: int, gate: Gate) -> None:
     pytest.importorskip("triton")
     results = []
     for fused in (False, True):
         mlp, norm = (
-            GatedMLP(48, 40, bias=True, dtype=torch.float16),
+            GatedMLP(48, 40, bias=True, dtype=torch.float16, gate=gate),
             RMSNorm(48, eps=1e-5, dtype=torch.float16),
         )
         for module in (mlp.to(DEVICE), norm.to(DEVICE)):

@@ -4,6 +4,7 @@ The block tables are deliberately out of order, so that an error in page address
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.layers.loading import finish_layers
 from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.models.registry import load_model_class
-from asyncserve.kv_spec import KVGroup
+from asyncserve.gpu.startup import group_layers
 
 CPU = torch.device("cpu")
 BLOCK_LEN = 4
@@ -81,11 +82,12 @@ class PagedRun:
         self.device = device
         self.backend = backend or ReferenceAttention()
         specs = model.kv_specs(block_len=BLOCK_LEN, dtype=dtype)
-        num_blocks = 1 + num_sequences * BLOCKS_PER_SEQUENCE
-        group = KVGroup(group_id=0, spec=specs[0], layer_ids=tuple(range(len(specs))), num_blocks=num_blocks)
-        self.kv_cache = KVCache((group,), device=device)
+        groups = group_layers(specs)
+        num_blocks = 1 + len(groups) * num_sequences * BLOCKS_PER_SEQUENCE
+        self.kv_cache = KVCache([replace(group, num_blocks=num_blocks) for group in groups], device=device)
         shuffled = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(7)) + 1
-        self.block_tables = shuffled.view(num_sequences, BLOCKS_PER_SEQUENCE)
+        # Of each group and sequence; no block is anybody else's.
+        self.block_tables = shuffled.view(len(groups), num_sequences, BLOCKS_PER_SEQUENCE)
         self.lens = [0] * num_sequences
 
     @torch.inference_mode()
@@ -98,9 +100,14 @@ class PagedRun:
         ordered = sorted(rows, key=lambda sequence: len(rows[sequence]) > 1)
         query_lens = [len(rows[sequence]) for sequence in ordered]
         positions = [torch.arange(self.lens[s], self.lens[s] + len(rows[s])) for s in ordered]
-        slot_mapping = [
-            self.block_tables[s][p // BLOCK_LEN] * BLOCK_LEN + p % BLOCK_LEN
-            for s, p in zip(ordered, positions, strict=True)
+        slot_mappings = [
+            torch.cat(
+                [
+                    table[s][p // BLOCK_LEN] * BLOCK_LEN + p % BLOCK_LEN
+                    for s, p in zip(ordered, positions, strict=True)
+                ]
+            )
+            for table in self.block_tables
         ]
         for sequence in ordered:
             self.lens[sequence] += len(rows[sequence])
@@ -114,8 +121,8 @@ class PagedRun:
             positions=torch.cat(positions).to(self.device),
             query_start=query_start.to(self.device, torch.int32),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=self.device),
-            slot_mapping=(torch.cat(slot_mapping).to(self.device),),
-            block_tables=(self.block_tables[slots].to(self.device, torch.int32),),
+            slot_mapping=tuple(mapping.to(self.device) for mapping in slot_mappings),
+            block_tables=tuple(table[slots].to(self.device, torch.int32) for table in self.block_tables),
             sample_tokens=(query_start[1:] - 1).to(self.device),
             sample_rows=no_samples(self.device),
             query_lens_host=tuple(query_lens),

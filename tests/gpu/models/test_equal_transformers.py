@@ -5,8 +5,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+from asyncserve.kv_spec import FullAttention, SlidingWindow
 from tests.gpu.models.paged import PagedRun, build_model
 
 TOLERANCE = 1e-4
@@ -36,6 +45,13 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 24,
 }
+GEMMA3 = SIZES | {"tie_word_embeddings": True, "head_dim": 12, "sliding_window": 6, "pad_token_id": 0}
+GPT_OSS = SIZES | {
+    "head_dim": 10,
+    "sliding_window": 6,
+    "num_local_experts": 1,
+    "num_experts_per_tok": 1,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama_head_dim": LlamaConfig(**SIZES, head_dim=10),
@@ -64,6 +80,30 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=6,
         max_window_layers=2,
     ),
+    "gemma3": Gemma3TextConfig(
+        **GEMMA3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=24,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "gemma3_capped_untied": Gemma3TextConfig(
+        **GEMMA3 | {"tie_word_embeddings": False, "attention_bias": True},
+        sliding_window_pattern=2,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gpt_oss": GptOssConfig(**GPT_OSS, rope_parameters=YARN | {"truncate": False}),
+    "gpt_oss_plain": GptOssConfig(
+        **GPT_OSS,
+        attention_bias=False,
+        swiglu_limit=0.5,
+        swiglu_alpha=1.1,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    ),
 }
 PROMPT = torch.randint(0, SIZES["vocab_size"], (23,), generator=torch.Generator().manual_seed(3)).tolist()
 OTHER = torch.randint(0, SIZES["vocab_size"], (11,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -74,11 +114,15 @@ def reference_model(config: PreTrainedConfig) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     model: transformers.PreTrainedModel
     model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=torch.float32
+        # Its eager attention caps scores and has sinks; the others' defaults do not.
+        config,
+        dtype=torch.float32,
+        attn_implementation="eager",
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:
+            # Biases of experts have a dimension more.
+            if parameter.dim() == 1 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -89,8 +133,11 @@ def config_dict(model: transformers.PreTrainedModel) -> dict[str, Any]:
 
 
 def reference_logits(model: transformers.PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    # Gemma 3's attention takes the cap of its configuration, but is not given it.
+    cap = getattr(model.config, "attn_logit_softcapping", None)
+    options = {} if cap is None else {"softcap": cap}
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+        logits: torch.Tensor = model(torch.tensor([token_ids]), use_cache=False, **options).logits[0]
     assert logits.std() > 0.3, "logits too even to tell right from wrong"
     return logits
 
@@ -145,7 +192,56 @@ def test_windows_are_read_from_max_window_layers_when_layer_types_are_absent() -
     )
 
 
-@pytest.mark.parametrize("name", ["llama_biases", "mistral_window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("spelling", ["older", "counted", "of a model that sees images"])
+def test_other_spellings_of_gemma_3_give_the_same_logits(spelling: str) -> None:
+    reference = reference_model(CONFIGS["gemma3"])
+    config, weights = config_dict(reference), reference.state_dict()
+    if spelling == "older":
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope["full_attention"]["rope_theta"]
+        config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    elif spelling == "counted":
+        reference = reference_model(
+            Gemma3TextConfig(**GEMMA3, sliding_window_pattern=2, query_pre_attn_scalar=24)
+        )
+        config, weights = config_dict(reference), reference.state_dict()
+        assert config.pop("layer_types") == ["sliding_attention", "full_attention", "sliding_attention"]
+        # The bases that the family has unless told otherwise.
+        del config["rope_parameters"]
+        config["sliding_window_pattern"] = 2
+    else:
+        config["architectures"] = ["Gemma3ForConditionalGeneration"]
+        weights = {f"language_model.{name}": tensor for name, tensor in weights.items()}
+        weights["vision_tower.vision_model.post_layernorm.weight"] = torch.zeros(3)
+    model = build_model(config, weights.items())
+    torch.testing.assert_close(
+        PagedRun(model).step({0: PROMPT})[0], reference_logits(reference, PROMPT), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_gpt_oss_without_rope_parameters_has_the_familys() -> None:
+    reference = reference_model(GptOssConfig(**GPT_OSS))
+    config = config_dict(reference)
+    assert config.pop("rope_parameters")["rope_type"] == "yarn"
+    model = build_model(config, reference.state_dict().items())
+    torch.testing.assert_close(
+        PagedRun(model).step({0: PROMPT})[0], reference_logits(reference, PROMPT), atol=TOLERANCE, rtol=0
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_local_layers_keep_their_window_alone(name: str) -> None:
+    reference = reference_model(CONFIGS[name])
+    specs = build_model(config_dict(reference), reference.state_dict().items()).kv_specs(
+        block_len=4, dtype="float32"
+    )
+    sizes = {"block_len": 4, "num_kv_heads": 2, "head_dim": CONFIGS[name].head_dim, "dtype": "float32"}
+    nearby, everywhere = SlidingWindow(**sizes, window_len=6), FullAttention(**sizes)
+    assert specs == (nearby, everywhere, nearby)
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "mistral_window", "qwen2", "qwen3", "gemma3", "gpt_oss"])
 def test_bfloat16_stays_near_float32(name: str) -> None:
     reference = reference_model(CONFIGS[name])
     model = build_model(config_dict(reference), reference.state_dict().items(), dtype=torch.bfloat16)

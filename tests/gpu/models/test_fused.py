@@ -1,7 +1,7 @@
 """Whole models whose layers run the kernels, against transformers' own logits.
 
 On a GPU that is every model of the family list; in the interpreter, which takes milliseconds a row and
-kernel, two that have all kernels between them.
+kernel, a few that have all kernels between them.
 """
 
 import pytest
@@ -24,10 +24,18 @@ from tests.gpu.models.test_equal_transformers import (
 pytest.importorskip("triton")
 
 pytestmark = [*MARKS, pytest.mark.slow]
-CASES = [("llama_yarn", "reference"), ("qwen3_biases_windows", "reference")]
+FOR_TRITON = ("gemma3", "gemma3_capped_untied", "gpt_oss", "gpt_oss_plain")
+CASES = [
+    ("llama_yarn", "reference"),
+    ("qwen3_biases_windows", "reference"),
+    ("gemma3", "triton"),
+    ("gpt_oss", "triton"),
+]
 if ON_GPU:
     CASES = [(name, "reference") for name in CONFIGS]
-    CASES += [(name, "triton") for name in ("llama", "mistral_window", "qwen3", "qwen3_biases_windows")]
+    CASES += [
+        (name, "triton") for name in ("llama", "mistral_window", "qwen3", "qwen3_biases_windows", *FOR_TRITON)
+    ]
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)

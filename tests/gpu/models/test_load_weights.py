@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncserve.errors import CheckpointError
+from asyncserve.errors import CheckpointError, UnsupportedModel
 from asyncserve.gpu.layers.attention import Attention
 from asyncserve.gpu.models.llama import LlamaForCausalLM
 from asyncserve.gpu.models.registry import MODELS, load_model_class
@@ -99,9 +99,22 @@ def test_every_layer_keeps_k_and_v_of_its_own_size() -> None:
 @pytest.mark.parametrize("architecture", MODELS)
 def test_vocab_size_is_the_number_of_logits(architecture: str) -> None:
     config = {**CONFIG, "architectures": [architecture], "num_hidden_layers": 1, "head_dim": 4}
+    config["num_local_experts"] = 1
     with torch.device("meta"):
         model = load_model_class(architecture)(config, dtype=torch.float32)
         assert model.logits(torch.empty(2, 16)).shape == (2, model.vocab_size)
+
+
+@pytest.mark.parametrize("experts", [{}, {"num_local_experts": 32}])
+def test_a_mixture_of_experts_is_refused(experts: dict[str, int]) -> None:
+    with pytest.raises(UnsupportedModel, match=r"with (128|32) experts' is not supported.*with 1 expert"):
+        build_model({**CONFIG, "architectures": ["GptOssForCausalLM"], **experts}, [])
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    config = {**CONFIG, "architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention"):
+        build_model(config, [])
 
 
 @pytest.mark.parametrize(
