@@ -45,11 +45,9 @@ REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,256}")
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "chat_template": (),
     "custom_logit_processor": (),
     "documents": ([],),
-    "early_stopping": (False,),
     "ebnf": (),
     "ec_transfer_params": (),
     "function_call": ("none", "auto"),
@@ -57,7 +55,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "input_ids": (),
     "json_schema": (),
     "kv_transfer_params": (),
-    "length_penalty": (1,),
     "logprob_token_ids": (),
     "lora_path": (),
     "media_io_kwargs": ({},),
@@ -77,7 +74,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "thinking_token_budget": (-1,),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "web_search_options": (),
 }
 """Fields that change the answer and are not implemented; with each, the values that ask for nothing."""

@@ -8,6 +8,7 @@ Knows no coroutine and no queue; how long a sequence may be is asked of `sequenc
 import dataclasses
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -250,7 +251,7 @@ class Admission:
         sampling = request.sampling
         max_output_len = self._max_output_len(request, len(prompt_token_ids))
         if sampling.use_beam_search:
-            self.check_search(sampling.num_sequences, len(prompt_token_ids), max_output_len)
+            max_output_len = self._search_output_len(request, len(prompt_token_ids), max_output_len)
         stop_token_ids = frozenset(sampling.stop_token_ids)
         if grammar is not None:
             # Also with `ignore_eos`: nothing follows a complete text.
@@ -343,6 +344,33 @@ class Admission:
         except PromptTooLong as error:
             if error.param == "prompt":
                 error.param = prompt_field(request.prompt)
+            raise
+        return max_output_len
+
+    def _search_output_len(self, request: Request, prompt_len: int, max_output_len: int) -> int:
+        """Return how long the outputs of a beam search are; as long as its rows fit if nobody said."""
+        sampling = request.sampling
+        width = sampling.num_sequences
+
+        def is_too_long(output_len: int) -> bool:
+            try:
+                self.check_search(width, prompt_len, output_len)
+            except InvalidRequest:
+                return True
+            return False
+
+        if (
+            sampling.max_tokens is None
+            or sampling.max_tokens is DEFAULT_MAX_TOKENS
+            or request.cuts_max_tokens
+        ):
+            num_fitting = bisect_left(range(1, max_output_len + 1), True, key=is_too_long)
+            max_output_len = max(1, num_fitting)
+        try:
+            self.check_search(width, prompt_len, max_output_len)
+        except InvalidRequest as error:
+            if error.param == "best_of" and sampling.best_of is None:
+                error.param = "n"
             raise
         return max_output_len
 

@@ -217,7 +217,7 @@ class HostTier:
         """Give up what is kept of a sequence, if anything is; full blocks stay findable."""
         swapped = self._swapped.pop(sequence_id, None)
         if swapped is not None:
-            self._pool.release(swapped.host_blocks)
+            self._release(swapped.host_blocks)
 
     # Plans
 
@@ -229,7 +229,7 @@ class HostTier:
         loads = tuple(self._loads)
         self._stores.clear()
         self._loads.clear()
-        self._pool.release([transfer.host_block for transfer in loads])
+        self._release([transfer.host_block for transfer in loads])
         self._counts.num_stored_blocks += len(stores)
         self._counts.num_loaded_blocks += len(loads)
         return stores, loads
@@ -279,3 +279,8 @@ class HostTier:
             raise InvariantError("swapped sequences hold more host blocks than they may")
         if any(not 0 < host_block <= self._pool.num_usable for host_block in self._stores):
             raise InvariantError("a store goes to a host block that does not exist")
+
+    def _release(self, host_blocks: Sequence[int]) -> None:
+        # One by one: they are of several groups.
+        for host_block in reversed(host_blocks):
+            self._pool.release([host_block])

@@ -452,7 +452,7 @@ class KVAllocator:
         ]
         for (row, _), (digests, num_registered, dropped) in zip(moved, known, strict=True):
             row.block_digests = digests
-            row.num_registered_blocks = min(num_registered, num_digests)
+            row.num_registered_blocks = num_registered
             row.block_table.dropped = sorted({*row.block_table.dropped, *dropped})
 
     def advance(self, sequence: SequenceState) -> list[list[int]] | None:
@@ -535,20 +535,25 @@ class KVAllocator:
         if num_full <= num_registered:
             return
         self.hash_blocks(sequence, num_full)
-        register = self.pool.register
         for manager in self._managers:
             step = manager.digests_per_block
-            first, end = num_registered // step, num_full // step
-            block_ids = sequence.block_table.block_ids[manager.group_id][first:end]
-            digests = sequence.block_digests[(first + 1) * step - 1 : end * step : step]
-            new = [
-                block_idx
-                for block_idx, block_id, digest in zip(range(first, end), block_ids, digests, strict=True)
-                if block_id != NULL_BLOCK and register(block_id, digest)
-            ]
-            if new and self._cache_log is not None:
-                self._log_stored(self._cache_log, manager, sequence, new)
+            self._register(manager, sequence, range(num_registered // step, num_full // step))
         sequence.num_registered_blocks = num_full
+
+    def _register(
+        self, manager: FullAttentionManager, sequence: SequenceState, block_idxs: Iterable[int]
+    ) -> None:
+        """Make blocks of a sequence's table findable, whose content is known; null blocks are passed over."""
+        register, step = self.pool.register, manager.digests_per_block
+        block_ids, digests = sequence.block_table.block_ids[manager.group_id], sequence.block_digests
+        new = [
+            block_idx
+            for block_idx in block_idxs
+            if block_ids[block_idx] != NULL_BLOCK
+            and register(block_ids[block_idx], digests[(block_idx + 1) * step - 1])
+        ]
+        if new and self._cache_log is not None:
+            self._log_stored(self._cache_log, manager, sequence, new)
 
     def _log_stored(
         self,
@@ -728,13 +733,16 @@ class KVAllocator:
             num_looked_up = len(sequence.token_ids) - start + num_found
             host_tier.note_lookup(num_looked_up, num_found)
         for manager in self._managers:
-            table, step = tables[manager.group_id], manager.digests_per_block
+            table = tables[manager.group_id]
+            full: list[int] = []
             for idx, block_id in enumerate(table):
                 if block_id < 0:
                     (table[idx],) = self.pool.allocate(1, manager.group_id)
                     host_tier.load(-block_id, table[idx])
-                    if self.enable_prefix_caching and (idx + 1) * manager.block_len <= start:
-                        self.pool.register(table[idx], sequence.block_digests[(idx + 1) * step - 1])
+                    if (idx + 1) * manager.block_len <= start:
+                        full.append(idx)
+            if self.enable_prefix_caching:
+                self._register(manager, sequence, full)
         host_tier.drop(sequence.sequence_id)
 
     def check(self, sequences: Iterable[SequenceState]) -> None:

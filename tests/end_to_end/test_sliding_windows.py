@@ -99,3 +99,36 @@ def test_answers_are_those_of_transformers_and_windows_give_back_what_they_pass(
         assert statistics.prefix_cache_hits > 0
     if "num_gpu_blocks_override" in options:
         assert statistics.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"kv_cache_memory_bytes": 1 << 22}, id="one step ahead"),
+        pytest.param({"num_gpu_blocks_override": 140, "max_num_batched_tokens": 32}, id="preempted"),
+    ],
+)
+def test_beam_searches_are_those_of_transformers_when_windows_have_passed_their_prompts(
+    model: Path, prompts: Answers, options: dict[str, Any]
+) -> None:
+    width, num_tokens = 3, 20
+    params = SamplingParams(n=width, use_beam_search=True, max_tokens=num_tokens, ignore_eos=True)
+    with LLM(
+        str(model), device="cpu", dtype="float32", num_threads=1, block_size=4, max_model_len=96, **options
+    ) as llm:
+        completions = llm.generate(prompts[:6], params, progress=False)
+        statistics = llm.statistics()
+    reference = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    for prompt, completion in zip(prompts, completions, strict=False):
+        found = reference.generate(
+            torch.tensor([prompt]),
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert [list(each.token_ids) for each in completion.outputs] == found[:, len(prompt) :].tolist()
+    assert statistics.num_blocks_used == 0
+    if "num_gpu_blocks_override" in options:
+        assert statistics.num_preemptions > 0

@@ -92,14 +92,14 @@ def test_beam_searches_in_a_batch_find_what_those_of_transformers_find(
         {"early_stopping": "never", "length_penalty": 2.0},
     ]
     params = [
-        SamplingParams(n=width, use_beam_search=True, max_tokens=16, stop_token_ids=(comma,), **kind)
+        SamplingParams(n=width, use_beam_search=True, max_tokens=12, stop_token_ids=(comma,), **kind)
         for kind in kinds
     ]
     for ids, kind, got in zip(prompts, kinds, llm.generate(prompts, params, progress=False), strict=True):
         config = GenerationConfig(
             num_beams=width,
             num_return_sequences=width,
-            max_new_tokens=16,
+            max_new_tokens=12,
             eos_token_id=[model.config.eos_token_id, comma],
             pad_token_id=comma,
             do_sample=False,
@@ -110,6 +110,6 @@ def test_beam_searches_in_a_batch_find_what_those_of_transformers_find(
                 torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config
             )
         texts = sequences[:, len(ids) :].tolist()
-        padding = [comma] * 16
+        padding = [comma] * 12
         own = [[*output.token_ids, *padding][: len(texts[0])] for output in got.outputs]
         assert own == texts

@@ -1,6 +1,7 @@
 """Beam searches on the real runner, plans made by hand, against transformers' own."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -208,13 +209,6 @@ def test_a_search_in_which_nothing_is_allowed_has_no_token() -> None:
     assert list(output.token_ids) == [NO_TOKEN] * 2
 
 
-def test_a_search_that_samples_without_one_of_its_rows_is_refused() -> None:
-    beams = BeamDriver(PlanDriver(*small_runner(num_slots=2, num_blocks=60)))
-    driven = beams.begin([5, 6, 7], width=2, max_output_len=4)
-    with pytest.raises(InvariantError, match="without some of its rows"):
-        beams.driver.step({driven.slots[0]: 3})
-
-
 def test_two_rows_in_one_place_of_a_search_are_refused() -> None:
     driver = PlanDriver(*small_runner(num_slots=2, num_blocks=60))
     for _ in range(2):
@@ -230,7 +224,8 @@ def test_tables_and_tokens_on_a_device_give_what_those_of_the_host_give(subject:
     on_host = BeamDriver(drive(Subject(kind="cpu", architecture=subject.architecture), num_slots=4))
     expected = on_host.begin(prompt, **options)
     on_host.run(expected)
-    on_device = BeamDriver(drive(subject))
+    decode_only = tuple(size for size in subject.graphs if not size.num_long_rows)  # others take long to make
+    on_device = BeamDriver(drive(dataclasses.replace(subject, graphs=decode_only)))
     driven = on_device.begin(prompt, **options)
     plain = on_device.driver.admit(PROMPTS[1])
     tokens = []

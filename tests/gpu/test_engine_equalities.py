@@ -209,7 +209,7 @@ def search(llm: LLM, prompts: Sequence[Sequence[int]], first: int = 0) -> Answer
         pytest.param({"enable_prefix_caching": False, "async_scheduling": False}, id="batched"),
         pytest.param({}, id="cached, one step ahead"),
         pytest.param({"max_num_batched_tokens": 7, "max_num_seqs": 5}, id="chunked"),
-        pytest.param({"num_gpu_blocks_override": 60}, id="preempted"),
+        pytest.param({"num_gpu_blocks_override": 60, "max_num_seqs": 24}, id="preempted"),
     ],
 )
 def test_what_searches_find_does_not_depend_on_how_they_are_served(

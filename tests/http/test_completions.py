@@ -7,6 +7,7 @@ from asyncserve import __version__
 from tests.fakes.executor import fake_continuation
 from tests.fakes.tokenizer import BOS_ID, EOS_ID, FakeTokenizer
 from tests.http.live import MODEL, Answer, live_server, spell, until
+from tests.loop.beams import searched
 
 
 async def test_answer_has_openais_shape() -> None:
@@ -593,3 +594,64 @@ async def test_an_aborted_choice_of_the_best_leaves_nothing_behind() -> None:
         await live.until_running(3)
         task.cancel()
         await until(lambda: live.engine.statistics().num_running == 0)
+
+
+NEUTRAL = {
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "seed": 3,
+    "stream": False,
+    "stop": [],
+    "early_stopping": False,
+    "length_penalty": 1,
+}
+
+
+async def test_a_beam_search_gives_the_best_of_its_width_and_counts_all_it_found() -> None:
+    prompt = [5, 6, 7, 8, 9]
+    found = searched(prompt, 3, 6, frozenset({EOS_ID, 40}), 512)
+    async with live_server() as live:
+        fields = {"use_beam_search": True, "max_tokens": 6, "stop_token_ids": [40], "return_token_ids": True}
+        answer = (await live.complete(prompt=prompt, n=2, best_of=3, **fields, **NEUTRAL)).json
+        as_wide_as_n = (await live.complete(prompt=prompt, n=3, **fields)).json
+    expected = [each.token_ids.tolist() for each in found]
+    assert [choice["token_ids"] for choice in answer["choices"]] == expected[:2]
+    assert [choice["token_ids"] for choice in as_wide_as_n["choices"]] == expected
+    assert answer["usage"]["completion_tokens"] == sum(map(len, expected))
+    assert as_wide_as_n["usage"]["completion_tokens"] == sum(map(len, expected))
+
+
+async def test_a_beam_search_in_chat_answers_with_messages() -> None:
+    async with live_server() as live:
+        answer = (await live.chat(use_beam_search=True, n=2, max_tokens=4, early_stopping="never")).json
+    assert [choice["message"]["role"] for choice in answer["choices"]] == ["assistant"] * 2
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
+
+
+async def test_a_beam_search_leaves_out_what_the_model_recommends_for_drawing() -> None:
+    defaults = {"temperature": 0.25, "top_k": 7, "repetition_penalty": 1.5}
+    async with live_server(default_sampling=defaults) as live:
+        assert (await live.complete(use_beam_search=True, n=2, max_tokens=2)).status == 200
+
+
+async def test_a_beam_search_wider_than_the_server_names_the_field_that_says_so() -> None:
+    async with live_server() as live:
+        for field in ("n", "best_of"):
+            answer = await live.complete(use_beam_search=True, max_tokens=2, **{field: 9})
+            assert (answer.status, answer.error["param"]) == (400, field)
+
+
+async def test_a_client_that_leaves_a_beam_search_leaves_nothing_behind() -> None:
+    async with live_server(check_plans=False) as live:
+        live.executor.hold()
+        task = asyncio.create_task(live.complete(use_beam_search=True, n=4, max_tokens=20))
+        await live.until_running(4)
+        task.cancel()
+        live.executor.resume()
+        await until(lambda: live.engine.statistics().num_running == 0)
+        assert live.engine.statistics().num_blocks_used == 0

@@ -34,6 +34,8 @@ def check_length(prompt_len: int, max_output_len: int) -> None:
 def check_search(width: int, prompt_len: int, max_output_len: int) -> None:
     if width > 4:
         raise InvalidRequest(f"{width} rows of {prompt_len} + {max_output_len}", param="best_of")
+    if width * (prompt_len + max_output_len) > 2 * MAX_LEN:
+        raise InvalidRequest(f"{width} rows of {prompt_len} + {max_output_len}", param="max_tokens")
 
 
 def admission(*, has_chat_template: bool = True, vocab_size: int = 512) -> Admission:
@@ -134,6 +136,27 @@ def test_output_length_is_what_was_asked_or_what_fits(
 ) -> None:
     (sequence,) = admit(request(tokens(prompt_len), max_tokens=max_tokens))
     assert sequence.max_output_len == expected
+
+
+def test_a_beam_search_is_as_long_as_its_rows_fit_if_nobody_says_how_long() -> None:
+    sequences = admit(request(tokens(10), n=4, use_beam_search=True, max_tokens=None))
+    assert [each.max_output_len for each in sequences] == [2 * MAX_LEN // 4 - 10] * 4
+    for max_tokens, expected in ((5, 5), (30, 30)):
+        (sequence, *_) = admit(request(tokens(10), n=4, use_beam_search=True, max_tokens=max_tokens))
+        assert sequence.max_output_len == expected
+    (sequence, *_) = admit(request(tokens(30), n=4, use_beam_search=True))
+    assert sequence.max_output_len == 10
+    for prompt_len, max_tokens in ((10, 31), (40, None), (40, 1)):
+        with pytest.raises(InvalidRequest) as refused:
+            admit(request(tokens(prompt_len), n=4, use_beam_search=True, max_tokens=max_tokens))
+        assert refused.value.param == "max_tokens"
+
+
+def test_a_beam_search_that_is_too_wide_names_the_field_that_asked_for_it() -> None:
+    for param in ("n", "best_of"):
+        with pytest.raises(InvalidRequest) as refused:
+            admit(request(tokens(1), use_beam_search=True, max_tokens=1, **{param: 5}))
+        assert refused.value.param == param
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(5, 5), (10**9, MAX_LEN - 60), (None, MAX_LEN - 60)])

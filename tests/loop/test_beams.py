@@ -66,6 +66,8 @@ def test_a_search_finds_what_the_pure_one_finds(
     assert_found(bench, ids, searched(prompt(prompt_len), width, 14))
     num_prompt = sum(s.num_tokens for plan in plans for s in plan.sequences if s.start < prompt_len)
     assert num_prompt == prompt_len
+    cached = [bench.timelines[each].num_cached_tokens for each in ids]
+    assert cached == [0] + [prompt_len] * (width - 1)
 
 
 def test_a_search_with_tokens_for_one_step_copies_nothing() -> None:
@@ -170,6 +172,30 @@ def test_preempted_searches_go_on_with_their_rows(
         assert_found(bench, ids[i], searched(prompt(9 + i, 10 * i), 3, 20, frozenset()))
 
 
+def test_a_search_whose_blocks_others_took_before_it_samples_goes_back_whole() -> None:
+    # It enters with 11 blocks free but for two; before its prompt ends, two others have taken two more.
+    bench = Bench(info(num_blocks=12, max_model_len=28, max_num_batched_tokens=8))
+    for i in range(2):
+        bench.add(prompt(3, 20 * i), max_tokens=9)
+    bench.step()
+    ids = add_search(bench, 4, prompt(22, 7), max_tokens=2)
+    bench.run()
+    assert bench.timelines[ids[0]].num_preemptions == bench.timelines[ids[3]].num_preemptions == 1
+    assert_found(bench, ids, searched(prompt(22, 7), 4, 2))
+    assert [bench.tokens_of(i) for i in range(2)] == [
+        fake_continuation(prompt(3, 20 * i), 9, VOCAB) for i in range(2)
+    ]
+
+
+def test_a_search_does_not_enter_before_there_are_blocks_for_all_its_rows() -> None:
+    bench = Bench(info(num_blocks=8, max_model_len=16))
+    bench.add(prompt(9, 20), max_tokens=4)
+    ids = add_search(bench, 4, prompt(6), max_tokens=2)
+    bench.run()
+    assert bench.statistics().num_preemptions == 0
+    assert_found(bench, ids, searched(prompt(6), 4, 2))
+
+
 @pytest.mark.parametrize("row", [0, 2])
 @pytest.mark.parametrize("num_steps", range(9))
 def test_a_search_paused_at_any_time_goes_on_as_one(num_steps: int, row: int) -> None:
@@ -235,6 +261,31 @@ def test_a_search_whose_steps_fail_ends_alone_and_whole(position: int, row: int)
     assert all(bench.received[each].finish_reason is FinishReason.ERROR for each in ids)
     assert bench.tokens_of(0) == fake_continuation(prompt(4, 40), 10, VOCAB)
     assert bench.statistics().num_failed_sequences == 3
+
+
+def test_rows_whose_known_tokens_cannot_be_computed_again_are_tried_as_one_search() -> None:
+    bench = Bench(info(max_num_batched_tokens=5), enable_prefix_caching=False, async_scheduling=False)
+    ids = add_search(bench, 3, prompt(11), max_tokens=12, stop_token_ids=frozenset())
+    for _ in range(6):
+        bench.step()
+    bench.scheduler.pause(ids[0])
+    bench.scheduler.resume(ids[0])
+    while ids[0] in bench.sequence_ids(bench.must_plan()):
+        bench.apply()
+    bench.fail()
+    bench.run()
+    assert_found(bench, ids, searched(prompt(11), 3, 12, frozenset()))
+
+
+def test_a_search_that_never_has_the_memory_to_sample_ends() -> None:
+    bench = Bench(info(max_num_batched_tokens=16))
+    ids = add_search(bench, 3, prompt(11), max_tokens=12, stop_token_ids=frozenset())
+    bench.culprits[ids[0]] = 13
+    for _ in range(60):
+        if bench.plan() is None and bench.in_flight:
+            bench.advance(StepOutOfMemory)
+    assert all(bench.received[each].finish_reason is FinishReason.ERROR for each in ids)
+    bench.check_nothing_leaked()
 
 
 @pytest.mark.parametrize("num_steps", range(1, 10))

@@ -83,6 +83,19 @@ def test_several_choices_come_interleaved_and_are_told_apart(client: openai.Open
 def test_a_refusal_names_the_field(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
-            model="smollm2", messages=[{"role": "user", "content": QUESTION}], extra_body={"best_of": 2}
+            model="smollm2", messages=[{"role": "user", "content": QUESTION}], extra_body={"suffix": "x"}
         )
-    assert refused.value.param == "best_of"
+    assert refused.value.param == "suffix"
+
+
+def test_a_beam_search_finds_answers_of_which_each_is_another(client: openai.OpenAI) -> None:
+    settings = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
+    beams = {"use_beam_search": True, "length_penalty": 1.0}
+    found = client.completions.create(n=2, best_of=4, extra_body=beams, **settings)  # type: ignore[call-overload]
+    texts = [choice.text for choice in found.choices]
+    assert len(set(texts)) == 2
+    assert "Paris" in texts[0]
+    assert 6 < found.usage.completion_tokens <= 4 * 6
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(n=2, extra_body=beams, stream=True, **settings)  # type: ignore[call-overload]
+    assert refused.value.param == "stream"

@@ -132,3 +132,10 @@ def test_rows_of_one_search_agree_on_its_width_and_stop_tokens() -> None:
     ):
         with pytest.raises(InvariantError, match="cannot be row"):
             searches.admit(other)
+
+
+def test_a_search_that_samples_without_one_of_its_rows_is_refused() -> None:
+    searches = BeamSearches(NUM_SLOTS, CPU)
+    admit(searches, 1, [0, 1], [-1.0, -2.0])
+    with pytest.raises(InvariantError, match="without some of its rows"):
+        choose(searches, torch.zeros(2, VOCAB), [0, 3])
