@@ -80,7 +80,7 @@ class BeamRows:
         )
 
     def enter(self, search_id: int) -> None:
-        """Note that the rows enter slots."""
+        """Note that the rows are about to enter slots."""
         self.search_id = search_id
         self.has_sampled = False
 

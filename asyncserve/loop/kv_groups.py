@@ -382,7 +382,7 @@ class KVAllocator:
         ]
         for (row, _), (digests, num_registered, dropped) in zip(moved, known, strict=True):
             row.block_digests = digests
-            row.num_registered_blocks = min(num_registered, num_digests)
+            row.num_registered_blocks = num_registered
             row.block_table.dropped = sorted({*row.block_table.dropped, *dropped})
 
     def advance(self, sequence: SequenceState) -> list[list[int]] | None:
@@ -428,11 +428,13 @@ class KVAllocator:
             The new blocks by group; None, and no change, if there are too few.
         """
         table = sequence.block_table
-        growing = [
-            manager
-            for manager in self._growing_managers
-            if len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
-        ]
+        growing = self._growing_managers
+        if self.num_groups > 1:
+            growing = tuple(
+                manager
+                for manager in growing
+                if len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
+            )
         if len(growing) > self.pool.num_free:
             return None
         new_ids: list[list[int]] = [[] for _ in self._managers]
@@ -463,13 +465,15 @@ class KVAllocator:
         if num_full <= num_registered:
             return
         self.hash_blocks(sequence, num_full)
+        register = self.pool.register
         for manager in self._managers:
-            block_ids = sequence.block_table.block_ids[manager.group_id]
             step = manager.digests_per_block
-            for block_idx in range(num_registered // step, num_full // step):
-                block_id = block_ids[block_idx]
+            first, end = num_registered // step, num_full // step
+            block_ids = sequence.block_table.block_ids[manager.group_id][first:end]
+            digests = sequence.block_digests[(first + 1) * step - 1 : end * step : step]
+            for block_id, digest in zip(block_ids, digests, strict=True):
                 if block_id != NULL_BLOCK:
-                    self.pool.register(block_id, sequence.block_digests[(block_idx + 1) * step - 1])
+                    register(block_id, digest)
         sequence.num_registered_blocks = num_full
 
     def invalidate(self, sequence: SequenceState, start: int, step_id: int) -> set[int]:
@@ -592,6 +596,9 @@ class KVAllocator:
 
     def _note_covered(self, sequence: SequenceState) -> None:
         table = sequence.block_table
+        if self.num_groups == 1:
+            table.covered_len = len(table.block_ids[0]) * self._managers[0].block_len
+            return
         table.covered_len = min(
             len(block_ids) * manager.block_len
             for manager, block_ids in zip(self._managers, table.block_ids, strict=True)

@@ -859,7 +859,7 @@ class Scheduler:
 
     def _admit_search(self, draft: _Draft, beams: BeamRows, now_s: float, num_spare: int) -> bool:
         """Give all rows of a waiting search slots, and blocks for what they know, if there are enough."""
-        beams.has_sampled = False
+        beams.enter(self._next_search_id)
         width, rows = beams.width, beams.computing_rows
         allocator = self._allocator
         num_tokens = len(beams.first.token_ids)
@@ -868,7 +868,6 @@ class Scheduler:
             needed += (width - 1) * allocator.fork_cost(num_tokens)
         if len(self._free_slots) < width or needed + num_spare > allocator.pool.num_free:
             return False
-        beams.enter(self._next_search_id)
         self._next_search_id += 1
         insort(self._searches, beams, key=lambda each: each.first.order)
         for row in beams.rows:

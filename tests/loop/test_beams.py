@@ -66,6 +66,8 @@ def test_a_search_finds_what_the_pure_one_finds(
     assert_found(bench, ids, searched(prompt(prompt_len), width, 14))
     num_prompt = sum(s.num_tokens for plan in plans for s in plan.sequences if s.start < prompt_len)
     assert num_prompt == prompt_len
+    cached = [bench.timelines[each].num_cached_tokens for each in ids]
+    assert cached == [0] + [prompt_len] * (width - 1)
 
 
 def test_a_search_with_tokens_for_one_step_copies_nothing() -> None:
@@ -259,6 +261,31 @@ def test_a_search_whose_steps_fail_ends_alone_and_whole(position: int, row: int)
     assert all(bench.received[each].finish_reason is FinishReason.ERROR for each in ids)
     assert bench.tokens_of(0) == fake_continuation(prompt(4, 40), 10, VOCAB)
     assert bench.statistics().num_failed_sequences == 3
+
+
+def test_rows_whose_known_tokens_cannot_be_computed_again_are_tried_as_one_search() -> None:
+    bench = Bench(info(max_num_batched_tokens=5), enable_prefix_caching=False, async_scheduling=False)
+    ids = add_search(bench, 3, prompt(11), max_tokens=12, stop_token_ids=frozenset())
+    for _ in range(6):
+        bench.step()
+    bench.scheduler.pause(ids[0])
+    bench.scheduler.resume(ids[0])
+    while ids[0] in bench.sequence_ids(bench.must_plan()):
+        bench.apply()
+    bench.fail()
+    bench.run()
+    assert_found(bench, ids, searched(prompt(11), 3, 12, frozenset()))
+
+
+def test_a_search_that_never_has_the_memory_to_sample_ends() -> None:
+    bench = Bench(info(max_num_batched_tokens=16))
+    ids = add_search(bench, 3, prompt(11), max_tokens=12, stop_token_ids=frozenset())
+    bench.culprits[ids[0]] = 13
+    for _ in range(60):
+        if bench.plan() is None and bench.in_flight:
+            bench.advance(StepOutOfMemory)
+    assert all(bench.received[each].finish_reason is FinishReason.ERROR for each in ids)
+    bench.check_nothing_leaked()
 
 
 @pytest.mark.parametrize("num_steps", range(1, 10))
