@@ -59,12 +59,10 @@ class BestOfSink:
         self.sink.fail(error)
 
     def _rank(self, output: RequestOutput) -> tuple[bool, float]:
-        """Return what is smaller for a better one."""
+        """Return what is smaller for a better one; of equals the first is better."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             return True, 0.0
-        if self._sampling.use_beam_search:
-            return False, output.index
-        logprobs = output.logprobs or ()
+        logprobs = output.logprobs or ()  # none of a beam search
         return False, -sum(each.logprob for each in logprobs) / max(1, len(logprobs))
 
     def _give(self, ranked: list[RequestOutput]) -> None:

@@ -146,6 +146,9 @@ def test_a_beam_search_is_as_long_as_its_rows_fit_if_nobody_says_how_long() -> N
         assert sequence.max_output_len == expected
     (sequence, *_) = admit(request(tokens(30), n=4, use_beam_search=True))
     assert sequence.max_output_len == 10
+    asked = request(tokens(10), n=4, use_beam_search=True, max_tokens=10**9)
+    (sequence, *_) = admit(dataclasses.replace(asked, cuts_max_tokens=True))
+    assert sequence.max_output_len == 30
     for prompt_len, max_tokens in ((10, 31), (40, None), (40, 1)):
         with pytest.raises(InvalidRequest) as refused:
             admit(request(tokens(prompt_len), n=4, use_beam_search=True, max_tokens=max_tokens))

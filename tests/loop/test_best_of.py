@@ -63,7 +63,7 @@ def given(sampling: SamplingParams, outputs: list[RequestOutput]) -> list[Reques
 
 
 THREE = [
-    output(0, "aa", [-1.0, -1.0], ends=True),
+    output(0, "a", [-0.6], ends=True),
     output(1, "b", [-0.1], ends=False),
     output(2, "cc", [-0.5, -0.6], ends=True),
     output(1, "bb", [-0.1, -9.0], ends=True),
@@ -72,8 +72,8 @@ THREE = [
 
 def test_the_likeliest_per_token_are_given_whole_and_best_first() -> None:
     outputs = given(SamplingParams(n=2, best_of=3, num_logprobs=0), THREE)
-    assert [(each.index, each.text) for each in outputs] == [(0, "cc"), (1, "aa")]
-    assert [len(each.logprobs or ()) for each in outputs] == [2, 2]
+    assert [(each.index, each.text) for each in outputs] == [(0, "cc"), (1, "a")]
+    assert [len(each.logprobs or ()) for each in outputs] == [2, 1]
 
 
 def test_logprobs_that_nobody_asked_for_are_not_given() -> None:
@@ -81,9 +81,8 @@ def test_logprobs_that_nobody_asked_for_are_not_given() -> None:
 
 
 def test_the_usage_counts_the_tokens_of_all() -> None:
-    last = output(1, "bb", [-0.1, -9.0], ends=True)
-    outputs = given(SamplingParams(n=1, best_of=3), [*THREE[:3], last])
-    assert [each.usage.num_output_tokens for each in outputs if each.usage is not None] == [2 + 2 + 2]
+    outputs = given(SamplingParams(n=2, best_of=3), THREE)
+    assert [each.usage.num_output_tokens for each in outputs if each.usage is not None] == [2 + 2, 1]
 
 
 def test_results_of_a_beam_search_keep_their_order() -> None:
