@@ -17,6 +17,9 @@ thread, several processes or a fake. Rules that every plan keeps (checked by `te
 Block ids are of one pool, whatever group a block serves; in the tables of a slot none stands twice, but for
 those that a window has passed: they may be others' by then. The device is not told, and reads nothing there.
 
+Host blocks are in `1 … num_host_blocks - 1`; of one plan's stores no two go to the same. Blocks are loaded
+when they are given to a slot, from a host block that was stored before and not lost with a failed step.
+
 Within one plan the device applies, in this order: releases, admissions, block appends, block stores, block
 loads, the step itself, block copies.
 Within the step each layer writes the K and V of *all* its tokens before any sequence attends, so a
@@ -235,7 +238,11 @@ class ExecutorInfo:
         vocab_size: Rows of the output matrix; every token id is below it.
         max_num_batched_tokens: Token budget of one step.
         max_unapplied: Steps that may be submitted and not yet applied: 2 is one step ahead.
-        num_host_blocks: Blocks of the host's memory that blocks of the pool can be stored in; 0 for none.
+        num_host_blocks: Blocks of the host's memory that blocks of the pool can be stored in, block 0 (never
+            given out) included; 0 for none.
+        num_swap_blocks: Of those, how many preempted sequences may hold. What is left, and what they do not
+            use, is for cached blocks that are evicted from the pool.
+        host_block_s: Seconds that a block takes to the host and back, as measured when it started.
         device_name: For people.
     """
 
@@ -246,6 +253,8 @@ class ExecutorInfo:
     max_num_batched_tokens: int
     max_unapplied: int = 2
     num_host_blocks: int = 0
+    num_swap_blocks: int = 0
+    host_block_s: float = 0.0
     device_name: str = ""
 
 

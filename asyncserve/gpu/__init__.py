@@ -11,6 +11,7 @@ block_tables.py  block tables per KV group; slot mapping; what the device's copi
 step_inputs.py   where a step's inputs are made: on the host, or by a kernel from rows on the device
 batch.py         the step's tensors, each with shape and dtype; made from the plan and the rows
 staging.py       one packed host-to-device copy a step; the ring its tokens come back through
+host_blocks.py   blocks in the host's memory, and the copies to it and from it
 kv_cache.py      the paged K and V of every layer
 models/          one architecture a file
 layers/          what models are made of

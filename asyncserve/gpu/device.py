@@ -8,7 +8,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,13 @@ class Event(Protocol):
 
     def seconds_since(self, earlier: "Event") -> float:
         """Return device time from `earlier` to this one; both must have been reached."""
+
+
+class HostCopy(NamedTuple):
+    """A copy between the host and the device, of as many bytes on both sides."""
+
+    host: torch.Tensor
+    device: torch.Tensor
 
 
 class Device(Protocol):
@@ -84,6 +91,25 @@ class Device(Protocol):
         Returns:
             Host tensors, valid once the event was waited for, and the event.
         """
+
+    def copy_to_host(self, copies: Sequence[HostCopy], after: Sequence[Event]) -> Event:
+        """Queue copies to memory of `host_buffer`, beside the main stream's work.
+
+        The caller keeps all tensors alive, and does not change them, until the event was reached.
+
+        Args:
+            copies: The host tensor and the device tensor of each, both contiguous.
+            after: Events that must have been reached before; the main stream's work counts only by these.
+
+        Returns:
+            The event that ends the copies. They are done in the order of the calls.
+        """
+
+    def copy_from_host(self, copies: Sequence[HostCopy], after: Sequence[Event]) -> Event:
+        """Queue copies from memory of `host_buffer`, as `copy_to_host` does; neither waits for the other."""
+
+    def wait_for(self, event: Event) -> None:
+        """Let what is queued on the main stream from now on wait for an event; returns at once."""
 
     def graph_pool(self) -> object:
         """Return memory for graphs that never run at the same time, so that they may share it."""
@@ -149,9 +175,7 @@ class CpuDevice:
 
     def memory(self) -> MemoryInfo:
         """Return what the machine, or the container's limit if lower, has left."""
-        machine = _machine_memory()
-        container = container_memory()
-        return machine if container is None else min(machine, container)
+        return host_memory()
 
     def reset_peak(self) -> None:
         """Do nothing: the kernel's own figures are not per phase."""
@@ -179,6 +203,21 @@ class CpuDevice:
     def copy_out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
         """Return the sources themselves: they are on the host and complete."""
         return list(sources), CpuEvent()
+
+    def copy_to_host(self, copies: Sequence[HostCopy], after: Sequence[Event]) -> Event:
+        """Copy now."""
+        for copy in copies:
+            copy.host.copy_(copy.device)
+        return CpuEvent()
+
+    def copy_from_host(self, copies: Sequence[HostCopy], after: Sequence[Event]) -> Event:
+        """Copy now."""
+        for copy in copies:
+            copy.device.copy_(copy.host)
+        return CpuEvent()
+
+    def wait_for(self, event: Event) -> None:
+        """Do nothing: all is done."""
 
     def graph_pool(self) -> object:
         """Return nothing: there are no graphs."""
@@ -209,6 +248,10 @@ class CudaEvent:
         """Block without the GIL until the stream got there."""
         self._event.synchronize()
 
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """Let what is queued on another stream from now on wait for this point."""
+        stream.wait_event(self._event)
+
     def seconds_since(self, earlier: Event) -> float:
         """Return device time between the two."""
         assert isinstance(earlier, CudaEvent)
@@ -216,7 +259,7 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """One NVIDIA GPU: a main stream for work and a copy stream for results.
+    """One NVIDIA GPU: a main stream for work, a copy stream for results, and one each way for larger things.
 
     Args:
         index: Which GPU.
@@ -236,6 +279,9 @@ class CudaDevice:
             self.has_fast_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         self._main = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._copy = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        # Results must not queue behind megabytes; and the bus carries both ways at once.
+        self._to_host = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._from_host = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def activate(self) -> None:
         """Make this GPU and its main stream current on the calling thread."""
@@ -282,6 +328,26 @@ class CudaDevice:
                 copies.append(copy)
         return copies, CudaEvent(self._copy)
 
+    def copy_to_host(self, copies: Sequence[HostCopy], after: Sequence[Event]) -> Event:
+        """Copy on the stream for what leaves the device."""
+        _wait_on(self._to_host, after)
+        with torch.cuda.stream(self._to_host):
+            for copy in copies:
+                copy.host.copy_(copy.device, non_blocking=True)
+        return CudaEvent(self._to_host)
+
+    def copy_from_host(self, copies: Sequence[HostCopy], after: Sequence[Event]) -> Event:
+        """Copy on the stream for what comes to the device."""
+        _wait_on(self._from_host, after)
+        with torch.cuda.stream(self._from_host):
+            for copy in copies:
+                copy.device.copy_(copy.host, non_blocking=True)
+        return CudaEvent(self._from_host)
+
+    def wait_for(self, event: Event) -> None:
+        """Let the main stream wait."""
+        _wait_on(self._main, (event,))
+
     def graph_pool(self) -> object:
         """Return a handle of the allocator's."""
         return torch.cuda.graph_pool_handle()
@@ -313,6 +379,12 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
 
+def _wait_on(stream: torch.cuda.Stream, events: Iterable[Event]) -> None:
+    for event in events:
+        assert isinstance(event, CudaEvent)
+        event.hold_up(stream)
+
+
 def open_device(kind: str, *, num_threads: int | None = None) -> Device:
     """Open the device a user asked for.
 
@@ -342,6 +414,13 @@ def usable_cores() -> int:
     if len(quota) == 2 and quota[0] != "max":
         num_cores = min(num_cores, max(1, int(quota[0]) // int(quota[1])))
     return num_cores
+
+
+def host_memory() -> MemoryInfo:
+    """Return what the machine, or the container's limit if lower, has left."""
+    machine = _machine_memory()
+    container = container_memory()
+    return machine if container is None else min(machine, container)
 
 
 def _machine_memory() -> MemoryInfo:

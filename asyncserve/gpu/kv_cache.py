@@ -61,6 +61,11 @@ class KVCache:
         self.values = [layers[layer_id][1] for layer_id in range(len(layers))]
         self.group_of_layer = [layers[layer_id][2] for layer_id in range(len(layers))]
 
+    @property
+    def pages(self) -> torch.Tensor:
+        """Everything by block: a view of `[num_blocks, …]`."""
+        return self._storages.movedim(2, 0)
+
     def write(
         self, layer_id: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

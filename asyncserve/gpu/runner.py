@@ -5,7 +5,8 @@ the changes to the persistent rows, and holds only what every request needs: a f
 plan and one call at a named point. Runs on the device thread. Knows no request, asyncio or text.
 
 Invariants:
-* rows change in plan order: releases, admissions, block appends, then the step, then block copies;
+* rows change in plan order: releases, admissions, block appends, stores, loads, then the step, then block
+  copies;
 * these changes are made even if the step then fails, so that the plans queued behind it stay valid;
 * a position is attended only after it was written since its block was handed out, unless the backend reads
   what is unwritten: then the block is zeroed first;
@@ -19,12 +20,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from asyncserve.errors import InvariantError
 from asyncserve.gpu.attention.interface import AttentionBackend, StepAttention
 from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import Device, Event
 from asyncserve.gpu.graphs import GraphPool, StepGraph
+from asyncserve.gpu.host_blocks import HostBlocks
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.sampling.beams import ChosenBeams
@@ -54,6 +57,7 @@ class ModelRunner:
         makes_inputs_on_device: Whether kernels make a step's inputs. Needs a backend that reads nothing
             unwritten.
         graph_sizes: Steps to capture as graphs when `capture_next` is called; needs the former.
+        num_host_blocks: Blocks of the host's memory, block 0 (never used) included; 0 for none.
 
     Attributes:
         device: As given.
@@ -71,6 +75,7 @@ class ModelRunner:
         max_model_len: int,
         makes_inputs_on_device: bool = False,
         graph_sizes: Sequence[StepSize] = (),
+        num_host_blocks: int = 0,
     ) -> None:
         self._model = model
         self.device = device
@@ -95,6 +100,11 @@ class ModelRunner:
             assert not attention.reads_unwritten, "the device's tables end where a sequence ends"
             self._inputs = DeviceInputs(self._slots, self._block_tables, self._staging, device)
             self._results = ResultRing(device, num_slots=num_slots)
+        self._host_blocks: HostBlocks | None = None
+        if num_host_blocks:
+            self._host_blocks = HostBlocks(
+                kv_cache.pages, num_blocks=num_host_blocks, device=device, staging=self._staging
+            )
         self._graphs = GraphPool(graph_sizes)
         self._graph_memory = device.graph_pool()
         self._graph_rows = max((size.num_rows for size in graph_sizes), default=0)
@@ -115,6 +125,11 @@ class ModelRunner:
     def graphs_pending(self) -> int:
         """Graphs that are to be captured still."""
         return self._graphs.num_pending
+
+    def measure_transfers(self) -> float:
+        """Return the seconds that a block takes to the host's memory and back; while nothing runs."""
+        with torch.inference_mode():
+            return self._require_host_blocks().measure()
 
     def capture_next(self) -> None:
         """Capture one graph more, the largest that is left; steps may be in flight."""
@@ -316,7 +331,7 @@ class ModelRunner:
         )
 
     def _update_rows(self, plan: StepPlan) -> bool:
-        """Apply releases, admissions and appends; return whether sequences were running before the plan."""
+        """Apply all that comes before the step; return whether sequences were running before the plan."""
         for slot in plan.released_slots:
             self._slots.release(slot)
             self._sampler.release(slot)
@@ -330,12 +345,22 @@ class ModelRunner:
         self._sampler.upload()
         for append in plan.block_appends:
             self._block_tables[append.group_id].append(append)
+        if plan.block_stores:
+            self._require_host_blocks().store(plan.block_stores)
         for table in self._block_tables if self._attention.reads_unwritten else ():
             unclean = table.take_unclean(plan.sequences)
             if unclean:
                 (block_ids,) = self._staging.upload([np.array(unclean, dtype=np.int64)])
                 self._kv_cache.zero_blocks(block_ids)
+        if plan.block_loads:
+            # Not before a block is zeroed: of one that is loaded the rest may be left unwritten, too.
+            self._require_host_blocks().load(plan.block_loads)
         return was_running
+
+    def _require_host_blocks(self) -> HostBlocks:
+        if self._host_blocks is None:
+            raise InvariantError("a plan moves blocks to the host, which has no memory for them")
+        return self._host_blocks
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         sources, targets = self._staging.upload(list(np.array(copies, np.int64).T.copy()))

@@ -26,12 +26,12 @@ class Staging:
 
     Args:
         device: Where to.
-        depth: Copies that may be queued before an upload waits for the oldest. A step makes up to five
-            (admissions, blocks to zero, the batch, blocks to copy, what rows inherit) and two steps are in
-            flight.
+        depth: Copies that may be queued before an upload waits for the oldest. A step makes up to seven
+            (admissions, blocks to store, to zero and to load, the batch, blocks to copy, what rows inherit)
+            and two steps are in flight.
     """
 
-    def __init__(self, device: Device, *, depth: int = 10) -> None:
+    def __init__(self, device: Device, *, depth: int = 14) -> None:
         self._device = device
         self._buffers: list[torch.Tensor | None] = [None] * depth
         self._copied: list[Event | None] = [None] * depth

@@ -20,8 +20,9 @@ from torch import nn
 from asyncserve.checkpoint import Checkpoint
 from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory
 from asyncserve.gpu.attention.registry import load_attention
-from asyncserve.gpu.device import Device, open_device
+from asyncserve.gpu.device import Device, host_memory, open_device
 from asyncserve.gpu.graphs import decode_sizes, mixed_sizes
+from asyncserve.gpu.host_blocks import staging_bytes
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.layers.rotary import read_rope_parameters
 from asyncserve.gpu.models.interface import Model
@@ -47,6 +48,7 @@ from asyncserve.step import BlockAppend, ExecutorInfo, ScheduledSequence, SlotAs
 logger = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
+_GIB = 1024 * _MIB
 _CPU_KV_BYTES = 768 * _MIB
 _DEFAULT_CONTEXT_LEN = 2048
 """For a configuration that does not say what the model was trained for."""
@@ -74,6 +76,8 @@ def start_runner(
     gpu_memory_utilization: float = 0.92,
     kv_cache_memory_bytes: int | None = None,
     num_gpu_blocks_override: int | None = None,
+    swap_space_gib: float = 0.0,
+    kv_offloading_gib: float = 0.0,
     attention_backend: str = "auto",
     enforce_eager: bool = False,
     graph_sizes: Sequence[int] = (),
@@ -99,6 +103,8 @@ def start_runner(
         gpu_memory_utilization: Share of a GPU's memory to use, in (0, 1].
         kv_cache_memory_bytes: Size of the KV cache instead of measuring what is left.
         num_gpu_blocks_override: Number of KV blocks, the null block included, instead of computing it.
+        swap_space_gib: Memory of the host for blocks of preempted sequences.
+        kv_offloading_gib: Memory of the host for cached blocks that are evicted.
         attention_backend: auto or a key of the attention registry.
         enforce_eager: Whether no CUDA graphs are captured.
         graph_sizes: Rows of the decode steps to capture; empty for the usual ones.
@@ -160,11 +166,14 @@ def start_runner(
     specs = model.kv_specs(block_len=block_len, dtype=kv_dtype)
     groups = group_layers(specs, max_model_len=wanted_len)
     attention = load_attention(attention_backend, groups, opened.torch_device)
+    num_host_blocks, num_swap_blocks = host_blocks_for(
+        pool_bytes_per_block(groups), swap_space_gib=swap_space_gib, kv_offloading_gib=kv_offloading_gib
+    )
 
     on_device = is_gpu and not attention.reads_unwritten
     sizes = asked_sizes if on_device and not enforce_eager else []
 
-    def make_runner(sized: tuple[KVGroup, ...], model_len: int) -> ModelRunner:
+    def make_runner(sized: tuple[KVGroup, ...], model_len: int, num_host_blocks: int = 0) -> ModelRunner:
         return ModelRunner(
             model=model,
             device=opened,
@@ -175,6 +184,7 @@ def start_runner(
             max_model_len=model_len,
             makes_inputs_on_device=on_device,
             graph_sizes=sizes,
+            num_host_blocks=num_host_blocks,
         )
 
     activation_bytes = graph_bytes = 0
@@ -187,6 +197,7 @@ def start_runner(
             token_budget=token_budget,
             model_len=wanted_len,
         )
+        activation_bytes += staging_bytes(pool_bytes_per_block(groups), num_host_blocks)
     num_blocks, reason = size_pool(
         groups,
         opened,
@@ -203,8 +214,22 @@ def start_runner(
         wanted_len, num_blocks, groups, chunk_len=token_budget, is_fixed=max_model_len is not None
     )
     sized = tuple(replace(group, num_blocks=num_blocks) for group in groups)
-    runner = make_runner(sized, model_len)
+    runner = make_runner(sized, model_len, num_host_blocks)
     _warm_up(runner, block_len=block_len, model_len=model_len, mixes=is_gpu and num_slots > 1)
+
+    host_block_s = 0.0
+    if num_host_blocks:
+        host_block_s = runner.measure_transfers()
+        block_bytes = pool_bytes_per_block(groups)
+        logger.info(
+            "the host has %.0f MiB for KV blocks, of which preempted sequences may hold %d of %d; a block "
+            "takes %.3f ms there and back (%.1f GB/s)",
+            num_host_blocks * block_bytes / _MIB,
+            num_swap_blocks,
+            num_host_blocks - 1,
+            1e3 * host_block_s,
+            2 * block_bytes / host_block_s / 1e9,
+        )
 
     info = ExecutorInfo(
         num_slots=num_slots,
@@ -213,6 +238,9 @@ def start_runner(
         vocab_size=model.vocab_size,
         max_num_batched_tokens=token_budget,
         max_unapplied=2 if async_scheduling else 1,
+        num_host_blocks=num_host_blocks,
+        num_swap_blocks=num_swap_blocks,
+        host_block_s=host_block_s,
         device_name=opened.name,
     )
     assert info.max_unapplied < RESULT_ROWS, "a step would overwrite tokens that nobody read"
@@ -466,6 +494,39 @@ def size_pool(
             free_bytes=memory.free_bytes,
         )
     return room // per_block, reason
+
+
+def host_blocks_for(
+    bytes_per_block: int, *, swap_space_gib: float, kv_offloading_gib: float
+) -> tuple[int, int]:
+    """Choose how many blocks the host's memory holds.
+
+    Returns:
+        The number, block 0 (never used) included, or 0 for none; and of those, how many preempted sequences
+        may hold.
+
+    Raises:
+        ConfigError: That is more memory than there is, or not a block of it.
+    """
+    num_swap_blocks, num_others = (
+        int(gib * _GIB) // bytes_per_block for gib in (swap_space_gib, kv_offloading_gib)
+    )
+    for name, gib, num_blocks in (
+        ("swap_space_gib", swap_space_gib, num_swap_blocks),
+        ("kv_offloading_size", kv_offloading_gib, num_others),
+    ):
+        if gib > 0 and not num_blocks:
+            raise ConfigError(f"{name} is {gib}, less than one block of {bytes_per_block} bytes; raise it")
+    if not num_swap_blocks + num_others:
+        return 0, 0
+    num_blocks = 1 + num_swap_blocks + num_others
+    free_bytes = host_memory().free_bytes
+    if num_blocks * bytes_per_block > free_bytes:
+        raise ConfigError(
+            f"swap_space_gib and kv_offloading_size ask for {num_blocks * bytes_per_block / _GIB:.1f} GiB of "
+            f"the host's memory, of which {free_bytes / _GIB:.1f} GiB are free; lower them"
+        )
+    return num_blocks, num_swap_blocks
 
 
 def fit_model_len(

@@ -2,15 +2,19 @@
 
 `copy_out` gives host tensors that stay zero until the event is reached, which happens when the test calls
 `finish`; `host_buffer` memory is handed out as on a GPU. So code written for asynchronous devices (waiter
-thread, packed copies, rotation of buffers) is run, and a result read too early is seen.
+thread, packed copies, rotation of buffers) is run, and a result read too early is seen. With `late_copies`
+the larger copies between host and device are done when something waits for them and no earlier, so that who
+fails to wait meets what was there before.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from asyncserve.gpu.device import Event, MemoryInfo
+from asyncserve.gpu.device import Event, HostCopy, MemoryInfo
 
 
 class FakeEvent:
@@ -34,6 +38,14 @@ class FakeEvent:
         return float(self.order - earlier.order)
 
 
+class _Transfer(NamedTuple):
+    """Copies that are queued: (target, source) each."""
+
+    event: FakeEvent
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    after: Sequence[Event]
+
+
 PLENTY = MemoryInfo(free_bytes=80 * 2**30, total_bytes=100 * 2**30)
 
 
@@ -42,6 +54,7 @@ class FakeDevice:
 
     Args:
         holds: Whether events are reached only when `finish` is called; else at once.
+        late_copies: Whether `copy_to_host` and `copy_from_host` wait to be waited for.
         memory: What `memory` returns.
         has_fast_bfloat16: Whether it says so.
     """
@@ -49,7 +62,12 @@ class FakeDevice:
     is_async = True
 
     def __init__(
-        self, *, holds: bool = False, memory: MemoryInfo = PLENTY, has_fast_bfloat16: bool = True
+        self,
+        *,
+        holds: bool = False,
+        late_copies: bool = False,
+        memory: MemoryInfo = PLENTY,
+        has_fast_bfloat16: bool = True,
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.name = "fake"
@@ -59,6 +77,11 @@ class FakeDevice:
         self.host_buffers: list[torch.Tensor] = []
         self._memory = memory
         self._copies: list[tuple[FakeEvent, torch.Tensor, torch.Tensor]] = []
+        self.waited_for: list[Event] = []
+        """What the main stream or a copy waited for."""
+        self._late_copies = late_copies
+        self._to_host: deque[_Transfer] = deque()
+        self._from_host: deque[_Transfer] = deque()
 
     def activate(self) -> None:
         """Do nothing."""
@@ -104,6 +127,50 @@ class FakeDevice:
             self.finish()
         return copies, event
 
+    def copy_to_host(self, copies: Sequence[HostCopy], after: Sequence[Event]) -> Event:
+        """Queue copies to the host."""
+        return self._queue(self._to_host, [(copy.host, copy.device) for copy in copies], after)
+
+    def copy_from_host(self, copies: Sequence[HostCopy], after: Sequence[Event]) -> Event:
+        """Queue copies from the host."""
+        return self._queue(self._from_host, [(copy.device, copy.host) for copy in copies], after)
+
+    def wait_for(self, event: Event) -> None:
+        """Do the copies that the event is the end of, those queued before them and what they wait for."""
+        self.waited_for.append(event)
+        for queue in (self._to_host, self._from_host):
+            while any(transfer.event is event for transfer in queue):
+                first = queue[0]
+                for earlier in first.after:
+                    self.wait_for(earlier)
+                if queue and queue[0] is first:
+                    del queue[0]
+                    for target, source in first.copies:
+                        target.copy_(source)
+                    first.event.reached.set()
+
+    @property
+    def num_pending_copies(self) -> int:
+        """Calls whose copies are not done."""
+        return len(self._to_host) + len(self._from_host)
+
+    def pending_copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the copies that are not done, as (target, source)."""
+        return [copy for queue in (self._to_host, self._from_host) for each in queue for copy in each.copies]
+
+    def _queue(
+        self,
+        queue: "deque[_Transfer]",
+        copies: list[tuple[torch.Tensor, torch.Tensor]],
+        after: Sequence[Event],
+    ) -> Event:
+        event = FakeEvent(len(self.events))
+        self.events.append(event)
+        queue.append(_Transfer(event, copies, after))
+        if not self._late_copies:
+            self.wait_for(event)
+        return event
+
     def graph_pool(self) -> object:
         """Return nothing."""
         return None
@@ -125,6 +192,9 @@ class FakeDevice:
         for _, copy, source in self._copies:
             copy.copy_(source)
         self._copies.clear()
+        for queue in (self._to_host, self._from_host):
+            while queue:
+                self.wait_for(queue[-1].event)
         for event in self.events:
             event.reached.set()
 

@@ -18,6 +18,7 @@ from asyncserve.gpu.startup import (
     context_len,
     fit_model_len,
     group_layers,
+    host_blocks_for,
     profile,
     size_pool,
     start_runner,
@@ -455,3 +456,28 @@ def test_every_dtype_runs(start: Callable[..., PlanDriver]) -> None:
         assert all(0 <= token_id < 320 for token_id in driver.generate([driver.admit(PROMPTS[0])], 4)[0])
     mixed = start(dtype="float32", kv_cache_dtype="bfloat16")
     assert len(mixed.generate([mixed.admit(PROMPTS[2])], 4, chunk=5)[0]) == 4
+
+
+def test_the_host_holds_what_was_asked_for_and_block_0() -> None:
+    asked = {"swap_space_gib": 64 / 1024, "kv_offloading_gib": 0.0}
+    assert host_blocks_for(MIB, **asked) == (65, 64)
+    assert host_blocks_for(MIB, **{**asked, "kv_offloading_gib": 16.5 / 1024}) == (81, 64)
+    assert host_blocks_for(MIB, swap_space_gib=0.0, kv_offloading_gib=16 / 1024) == (17, 0)
+    assert host_blocks_for(MIB, swap_space_gib=0.0, kv_offloading_gib=0.0) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("swap_gib", "offloading_gib", "words"),
+    [
+        (2.0**19, 2.0**19, ["swap_space_gib", "kv_offloading_size", "free", "lower"]),
+        (1e-6, 0.0, ["swap_space_gib", "one block", "raise"]),
+        (1.0, 1e-6, ["kv_offloading_size", "one block", "raise"]),
+    ],
+)
+def test_what_the_host_cannot_hold_is_refused(
+    swap_gib: float, offloading_gib: float, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        host_blocks_for(MIB, swap_space_gib=swap_gib, kv_offloading_gib=offloading_gib)
+    for word in words:
+        assert word in str(caught.value)

@@ -180,6 +180,7 @@ def start_subject(
     *,
     num_slots: int = NUM_SLOTS,
     num_blocks: int = 100,
+    num_host_blocks: int = 0,
     captures: bool = True,
     change: Callable[[WatchedModel], object] = lambda _: None,
     runner_class: type[ModelRunner] = ModelRunner,
@@ -190,6 +191,7 @@ def start_subject(
         subject: The way to run.
         num_slots: Most sequences at once.
         num_blocks: Of the KV cache.
+        num_host_blocks: Of the host's memory; half of them for preempted sequences.
         captures: Whether all its graphs are captured now.
         change: Called with the model before anything is captured.
         runner_class: Of the runner.
@@ -213,6 +215,7 @@ def start_subject(
         sampler=Sampler(num_slots, VOCAB, MAX_MODEL_LEN, device.torch_device, has_kernels=not is_cpu),
         num_slots=num_slots,
         max_model_len=MAX_MODEL_LEN,
+        num_host_blocks=num_host_blocks,
         **on_device,
     )
     info = ExecutorInfo(
@@ -221,6 +224,8 @@ def start_subject(
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB,
         max_num_batched_tokens=64,
+        num_host_blocks=num_host_blocks,
+        num_swap_blocks=num_host_blocks // 2,
         device_name=device.name,
     )
     if captures:
