@@ -81,6 +81,15 @@ class EngineStatistics:
         num_blocks: Usable blocks of the pool.
         num_blocks_used: Blocks held by a sequence.
         num_blocks_cached: Free blocks whose content can still be reused.
+        num_host_blocks: Blocks of the host's memory that KV blocks can be stored in.
+        num_host_blocks_used: Of those, blocks of preempted sequences that will come back.
+        num_host_blocks_cached: Of those, other blocks whose content can be loaded.
+        num_swapped: Sequences that wait with their blocks on the host.
+        num_swaps: Times a preempted sequence's blocks were kept on the host, so far.
+        host_stored_bytes: Stored there so far.
+        host_loaded_bytes: Loaded from there so far.
+        host_cache_queries: Tokens looked up there since they were not cached on the device, so far.
+        host_cache_hits: Of those, tokens found.
         num_blocks_saved: Blocks that would be held beyond those that are, if sequences shared none.
         num_copied_blocks: Blocks that branches have got copies of, so far.
         num_window_blocks_freed: Blocks that running sequences let go of, because a window had passed them.
@@ -110,6 +119,15 @@ class EngineStatistics:
     num_blocks: int = 0
     num_blocks_used: int = 0
     num_blocks_cached: int = 0
+    num_host_blocks: int = 0
+    num_host_blocks_used: int = 0
+    num_host_blocks_cached: int = 0
+    num_swapped: int = 0
+    num_swaps: int = 0
+    host_stored_bytes: int = 0
+    host_loaded_bytes: int = 0
+    host_cache_queries: int = 0
+    host_cache_hits: int = 0
     num_blocks_saved: int = 0
     num_copied_blocks: int = 0
     num_window_blocks_freed: int = 0

@@ -28,6 +28,8 @@ Files in the order a request meets them:
 * step_limit: the most tokens of a step, fewer for a while after one lacked memory
 * restart_budget: how often a lost device may be opened anew
 * kv_groups: blocks of all KV groups together: match a cached prefix, extend, let windows pass, release
+* host_tier: blocks in the host's memory, of preempted sequences and of evicted prefixes
+* swap_cost: whether a preempted sequence comes back cheaper from there or computed again
 * kv_pool: the blocks that all groups share: reference counts, free list in eviction order, prefix index
 * prefix_hash: chained hash of a block's tokens
 * best_of: more continuations than are given, and the best of them

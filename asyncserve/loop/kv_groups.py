@@ -10,19 +10,24 @@ blocks of a window and a chunk: those that are passed when a chunk is planned ar
 put at the table's end, in one go, so that a prompt once admitted never lacks blocks. Blocks are given back
 when a step is planned, though steps in flight still read them: the device runs steps in order, so whoever
 gets them writes them later. They stay findable as any other free block.
+
+With a host tier, what the pool evicts is stored there and found there, and so are the blocks of preempted
+sequences: `take` gives a sequence new blocks that its plan loads. Until then a table names a host block by
+its negative number.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from asyncserve.errors import ConfigError, InvariantError
 from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow, longest_held
+from asyncserve.loop.host_tier import BlockToSwap, HostTier
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.observer import KVGroupStatistics
-from asyncserve.step import BlockCopy
+from asyncserve.step import BlockCopy, BlockTransfer, StepPlan
 
 NULL_BLOCK = 0
 """Stands in a table where a sequence holds nothing."""
@@ -34,12 +39,12 @@ class FullAttentionManager:
     Args:
         group_id: The group.
         spec: What its layers keep.
-        pool: All blocks.
+        find: Returns where the block of a digest in a group is, or None.
         digest_len: Positions of one digest; a block has one or several.
         align_len: Matches are a multiple of it, which is one of the block's length.
     """
 
-    __slots__ = ("align_len", "block_len", "digests_per_block", "group_id", "pool", "spec")
+    __slots__ = ("align_len", "block_len", "digests_per_block", "find", "group_id", "spec")
 
     spec: FullAttention | RecurrentState
 
@@ -47,7 +52,7 @@ class FullAttentionManager:
         self,
         group_id: int,
         spec: FullAttention | RecurrentState,
-        pool: KVBlockPool,
+        find: Callable[[bytes, int], int | None],
         *,
         digest_len: int,
         align_len: int,
@@ -56,12 +61,12 @@ class FullAttentionManager:
         self.spec = spec
         self.block_len = spec.block_len
         self.digests_per_block = spec.block_len // digest_len
-        self.pool = pool
+        self.find = find
         self.align_len = align_len
 
     def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
         """Return the table of the longest cached prefix of at most `max_len` positions."""
-        find, group_id, step = self.pool.find, self.group_id, self.digests_per_block
+        find, group_id, step = self.find, self.group_id, self.digests_per_block
         block_ids: list[int] = []
         for digest in digests[step - 1 : max_len // self.block_len * step : step]:
             block_id = find(digest, group_id)
@@ -91,7 +96,7 @@ class SlidingWindowManager(FullAttentionManager):
 
     def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
         """Return the table of the longest prefix of which the window's blocks are cached."""
-        find, group_id, step = self.pool.find, self.group_id, self.digests_per_block
+        find, group_id, step = self.find, self.group_id, self.digests_per_block
         blocks_per_align = self.align_len // self.block_len
         num_blocks = max_len // self.align_len * blocks_per_align
         while num_blocks:
@@ -133,6 +138,7 @@ class KVAllocator:
         enable_prefix_caching: Register full blocks, and find them.
         chunk_len: Most positions that a step computes of one sequence.
         max_unapplied: Steps that may be in flight.
+        host_tier: Keeps what the pool evicts, and preempted sequences; None for no such thing.
 
     Attributes:
         block_len: Positions of a digest: every group's block length is a multiple of it.
@@ -149,13 +155,17 @@ class KVAllocator:
         enable_prefix_caching: bool,
         chunk_len: int,
         max_unapplied: int = 2,
+        host_tier: HostTier | None = None,
     ) -> None:
         sizes = {group.num_blocks for group in groups}
         if len(sizes) != 1:
             raise ConfigError(f"KV groups share one pool, but they speak of {sorted(sizes)} blocks")
         (num_blocks,) = sizes
         self.num_groups = len(groups)
-        self.pool = KVBlockPool(num_blocks, len(groups))
+        self._host_tier = host_tier
+        self.pool = KVBlockPool(
+            num_blocks, len(groups), note_evicted=None if host_tier is None else host_tier.keep_evicted
+        )
         block_lens = [
             group.spec.block_len for group in groups if not isinstance(group.spec, RecurrentState)
         ] or [1]
@@ -166,7 +176,11 @@ class KVAllocator:
         self._groups = tuple(groups)
         self._managers = tuple(
             _manager_class(group)(
-                group.group_id, group.spec, self.pool, digest_len=self.block_len, align_len=self._align_len
+                group.group_id,
+                group.spec,
+                self.pool.find if host_tier is None else self._find,
+                digest_len=self.block_len,
+                align_len=self._align_len,
             )
             for group in groups
         )
@@ -238,9 +252,19 @@ class KVAllocator:
     def match_prefix(self, sequence: SequenceState) -> list[list[int]]:
         """Return, per group, the table of the longest prefix that is cached in all of them.
 
-        Null blocks stand in it for those that are not needed. All groups' matches are equally long, counted
-        in positions.
+        Null blocks stand in it for those that are not needed, negative numbers for blocks on the host. All
+        groups' matches are equally long, counted in positions. Of a swapped sequence: its own table.
         """
+        if self._host_tier is not None:
+            swapped = self._host_tier.swapped(sequence.sequence_id)
+            if swapped is not None:
+                return [
+                    [
+                        NULL_BLOCK if block is None else self._place(block.host_block, block.digest, group_id)
+                        for block in table
+                    ]
+                    for group_id, table in enumerate(swapped.tables)
+                ]
         max_blocks = self.reusable_blocks(sequence)
         matches: list[list[int]] = [[] for _ in self._managers]
         if max_blocks == 0:
@@ -261,8 +285,12 @@ class KVAllocator:
                     is_shorter = True
         return matches
 
-    def matched_len(self, matches: Sequence[list[int]]) -> int:
-        """Return how many positions the matches of all groups are long."""
+    def matched_len(self, sequence: SequenceState, matches: Sequence[list[int]]) -> int:
+        """Return how many positions of a sequence the matches of all groups hold."""
+        if self._host_tier is not None:
+            swapped = self._host_tier.swapped(sequence.sequence_id)
+            if swapped is not None:
+                return swapped.num_tokens
         return len(matches[0]) * self._managers[0].block_len if matches[0] else 0
 
     def take(self, sequence: SequenceState, matches: Sequence[list[int]], num_spare: int) -> bool:
@@ -278,14 +306,16 @@ class KVAllocator:
             False if there are too few; then nothing has changed.
         """
         pool = self.pool
-        num_tokens, start = len(sequence.token_ids), self.matched_len(matches)
+        num_tokens, start = len(sequence.token_ids), self.matched_len(sequence, matches)
         needed = num_spare
         table_lens = []
         for manager, match in zip(self._managers, matches, strict=True):
             table_len = manager.table_len(start, num_tokens, self._chunk_len)
             table_lens.append(table_len)
             needed += table_len - len(match)
-            needed += sum(block_id != NULL_BLOCK and pool.is_free(block_id) for block_id in match)
+            needed += sum(
+                block_id < 0 or (block_id != NULL_BLOCK and pool.is_free(block_id)) for block_id in match
+            )
         if needed > pool.num_free:
             return False
         table = sequence.block_table
@@ -293,9 +323,12 @@ class KVAllocator:
         for manager, match in zip(self._managers, matches, strict=True):
             num_unseen = manager.spec.num_unseen(start)
             for block_id in match[num_unseen:]:
-                pool.acquire(block_id)
+                if block_id > 0:
+                    pool.acquire(block_id)
             table.block_ids[manager.group_id].extend(match)
             table.num_null[manager.group_id] = num_unseen
+        if self._host_tier is not None:
+            self._load(sequence, start, self._host_tier)
         for manager, table_len in zip(self._managers, table_lens, strict=True):
             block_ids = table.block_ids[manager.group_id]
             block_ids.extend(pool.allocate(table_len - len(block_ids), manager.group_id))
@@ -484,6 +517,11 @@ class KVAllocator:
             Those blocks, and those that the sequence let go of since that step was planned.
         """
         table = sequence.block_table
+        if self._host_tier is not None:
+            for manager in self._managers:
+                step = manager.digests_per_block
+                for digest in sequence.block_digests[(start // manager.block_len + 1) * step - 1 :: step]:
+                    self._host_tier.forget(digest, manager.group_id)
         invalid = {block_id for dropped_after, block_id in table.dropped if dropped_after >= step_id}
         for manager in self._managers:
             block_ids = table.block_ids[manager.group_id]
@@ -541,6 +579,93 @@ class KVAllocator:
             )
         return groups
 
+    # The host tier
+
+    def swap_out(self, sequence: SequenceState) -> None:
+        """Keep the blocks of a preempted sequence on the host, if there is room and that is worth it.
+
+        It gives them back next, and no step in flight mentions it. Rows of a beam search share their blocks
+        and are computed again together.
+        """
+        num_tokens = sequence.num_computed_tokens
+        if (
+            self._host_tier is None
+            or sequence.rows
+            or not sequence.blocks_are_valid
+            or not 0 < num_tokens < len(sequence.token_ids)
+        ):
+            return
+        self.register(sequence)
+        tables: list[list[BlockToSwap | None]] = []
+        for manager in self._managers:
+            num_full = num_tokens // manager.block_len if self.enable_prefix_caching else 0
+            num_unseen, step = manager.spec.num_unseen(num_tokens), manager.digests_per_block
+            block_ids = sequence.block_table.block_ids[manager.group_id]
+            tables.append([None] * num_unseen)
+            for idx in range(num_unseen, manager.spec.blocks_for(num_tokens)):
+                digest = sequence.block_digests[(idx + 1) * step - 1] if idx < num_full else None
+                tables[-1].append(BlockToSwap(block_ids[idx], digest))
+        self._host_tier.swap_out(sequence.sequence_id, tables, num_tokens)
+
+    def drop_swapped(self, sequence: SequenceState) -> None:
+        """Give up what the host keeps of a sequence, if anything."""
+        if self._host_tier is not None:
+            self._host_tier.drop(sequence.sequence_id)
+
+    def note_step(self, plan: StepPlan, num_decodes: int, device_s: float) -> None:
+        """Note how long a step took: it tells what computing a sequence again would take."""
+        if self._host_tier is not None:
+            self._host_tier.note_step(plan.num_tokens, num_decodes, device_s)
+
+    def take_transfers(self) -> tuple[tuple[BlockTransfer, ...], tuple[BlockTransfer, ...]]:
+        """Return the stores and the loads of the plan that is made now."""
+        return ((), ()) if self._host_tier is None else self._host_tier.take_transfers()
+
+    def lose_transfers(self, plans: Iterable[StepPlan]) -> set[int]:
+        """Forget what a failed step and those behind it were to move; return the blocks they were to load."""
+        if self._host_tier is None:
+            return set()
+        lost = self._host_tier.lose_transfers(plans)
+        for block_id in lost:
+            self.pool.unregister(block_id)
+        return lost
+
+    def _find(self, digest: bytes, group_id: int) -> int | None:
+        """Return the block with this content in a group, the negative of one on the host, or None."""
+        block_id = self.pool.find(digest, group_id)
+        if block_id is None and self._host_tier is not None:
+            host_block = self._host_tier.find(digest, group_id)
+            return None if host_block is None else -host_block
+        return block_id
+
+    def _place(self, host_block: int, digest: bytes | None, group_id: int) -> int:
+        """Return where a swapped block is best taken from: from the device, if it is still there."""
+        block_id = None if digest is None else self.pool.find(digest, group_id)
+        return -host_block if block_id is None else block_id
+
+    def _load(self, sequence: SequenceState, start: int, host_tier: HostTier) -> None:
+        """Give new blocks to a sequence for those of its tables that are on the host."""
+        tables = sequence.block_table.block_ids
+        num_found = 0
+        # First hold them all: a block that is given out may let another be stored.
+        for manager in self._managers:
+            host_blocks = [-block_id for block_id in tables[manager.group_id] if block_id < 0]
+            num_found = max(num_found, len(host_blocks) * manager.block_len)
+            for host_block in host_blocks:
+                host_tier.hold(host_block)
+        if self.enable_prefix_caching and host_tier.swapped(sequence.sequence_id) is None:
+            num_looked_up = len(sequence.token_ids) - start + num_found
+            host_tier.note_lookup(num_looked_up, num_found)
+        for manager in self._managers:
+            table, step = tables[manager.group_id], manager.digests_per_block
+            for idx, block_id in enumerate(table):
+                if block_id < 0:
+                    (table[idx],) = self.pool.allocate(1, manager.group_id)
+                    host_tier.load(-block_id, table[idx])
+                    if self.enable_prefix_caching and (idx + 1) * manager.block_len <= start:
+                        self.pool.register(table[idx], sequence.block_digests[(idx + 1) * step - 1])
+        host_tier.drop(sequence.sequence_id)
+
     def check(self, sequences: Iterable[SequenceState]) -> None:
         """Verify the pool against the tables of the sequences that hold a slot.
 
@@ -567,6 +692,8 @@ class KVAllocator:
                 ):
                     raise InvariantError(f"a table of group {manager.group_id} holds more than it needs")
         self.pool.check(held)
+        if self._host_tier is not None:
+            self._host_tier.check()
 
     def _drop(self, manager: SlidingWindowManager, sequence: SequenceState) -> int:
         """Let go of what a window has passed; return how many blocks that was."""

@@ -13,7 +13,7 @@ Invariants (`check`):
 * used and cached blocks are counted for each group.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asyncserve.errors import InvariantError
 
@@ -35,10 +35,20 @@ class KVBlock:
 class KVBlockPool:
     """Gives out and takes back the blocks that all groups share."""
 
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
-        """Make a pool of `num_blocks` blocks, the null block included."""
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int,
+        *,
+        note_evicted: Callable[[int, bytes, int], object] | None = None,
+    ) -> None:
+        """Make a pool of `num_blocks` blocks, the null block included.
+
+        `note_evicted` is called with a cached block that is being given out anew, its digest and its group.
+        """
         if num_blocks < 2:
             raise InvariantError(f"a pool of {num_blocks} blocks has none to give out")
+        self._note_evicted = note_evicted
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         # The null block closes the ring: its `next` is evicted first, its `previous` last.
         self._ring = self._blocks[0]
@@ -87,6 +97,8 @@ class KVBlockPool:
             block = self._ring.next
             self._unlink(block)
             if block.digest is not None:
+                if self._note_evicted is not None:
+                    self._note_evicted(block.block_id, block.digest, block.group_id)
                 del self._index[block.group_id][block.digest]
                 block.digest = None
             block.ref_count = 1

@@ -16,6 +16,8 @@ as slots and blocks allow, begin in that same plan as branches, which share its 
 logits. Of those that find no room the first leads the others; so it does when their leader ends before, or
 its prompt is computed in a trial.
 
+Blocks of a preempted sequence may be kept in the host's memory (`host_tier`); then it goes on where it was.
+
 A step that fails sets its sequences back to their known tokens and puts them under suspicion: they are
 tried again in steps of their own, by halves (`suspects`), nothing else in flight, and only one that fails
 alone, twice, ends with an error. Nobody is admitted meanwhile. A step that lacked memory is tried again with
@@ -45,13 +47,16 @@ from asyncserve.errors import (
     StepFailed,
     StepOutOfMemory,
 )
+from asyncserve.kv_spec import pool_bytes_per_block
 from asyncserve.loop.beams import BeamRows
+from asyncserve.loop.host_tier import HostCounts, HostTier
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.loop.sequence_limits import SequenceLimits
 from asyncserve.loop.step_limit import StepLimit
 from asyncserve.loop.suspects import Suspects
+from asyncserve.loop.swap_cost import SwapCost
 from asyncserve.loop.waiting import by_order, waiting_queue
 from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import FinishReason, TokenDelta, TokenizedRequest, TokenLogprobs
@@ -185,6 +190,9 @@ class Scheduler:
             self._prompt_share = min(self._budget, long_prefill_token_threshold)
         self._max_unapplied = info.max_unapplied if async_scheduling else 1
         self._enable_prefix_caching = enable_prefix_caching
+        self._host_tier: HostTier | None = None
+        self._host_counts = HostCounts()
+        self._swap_cost = SwapCost(info.host_block_s)
         self._allocator = self._make_allocator()
         self.limits = SequenceLimits(
             context_len=info.max_model_len,
@@ -421,6 +429,7 @@ class Scheduler:
         if self._num_releasing:
             self._release_unmentioned(entry)
         self._num_failed_alone = 0
+        self._allocator.note_step(entry.plan, entry.num_decodes, output.device_s)
         if entry.is_trial:
             for sequence in entry.states:
                 # A search has shown nothing before it samples.
@@ -513,7 +522,7 @@ class Scheduler:
         """
         entry = self._take_oldest(step_id)
         self._num_failed_steps += 1
-        invalid: set[int] = set()
+        invalid = self._allocator.lose_transfers(each.plan for each in (entry, *self._in_flight))
         failed: list[SequenceState] = []
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             sequence.num_unseen_tokens -= scheduled.samples
@@ -583,6 +592,8 @@ class Scheduler:
         statistics.num_blocks = self._allocator.num_usable
         statistics.num_blocks_used = self._allocator.num_used
         statistics.num_blocks_cached = self._allocator.num_cached
+        if self._host_tier is not None:
+            self._host_tier.fill_statistics(statistics, pool_bytes_per_block(self._info.kv_groups))
         statistics.num_blocks_saved = self._allocator.num_saved
         statistics.num_copied_blocks = self._num_copied_blocks
         freed_earlier = self._num_window_blocks_freed_earlier
@@ -704,6 +715,14 @@ class Scheduler:
             if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PAUSED):
                 continue
             _require(not any(sequence.block_table.block_ids), "a waiting sequence holds no blocks")
+        if self._host_tier is not None:
+            _require(
+                all(
+                    each in self._sequences and self._sequences[each].slot < 0
+                    for each in self._host_tier.swapped_ids
+                ),
+                "who is swapped waits or rests",
+            )
         self._allocator.check(holders)
 
     def _check_searches(self) -> None:
@@ -1000,7 +1019,7 @@ class Scheduler:
                 admitted += beams.rows
                 continue
             matches = self._allocator.match_prefix(sequence)
-            num_remaining = len(sequence.token_ids) - self._allocator.matched_len(matches)
+            num_remaining = len(sequence.token_ids) - self._allocator.matched_len(sequence, matches)
             # Without chunked prefill only a preempted sequence, with its outputs, can exceed the budget: it
             # is computed in parts. A prompt waits, and lets nobody pass, until it fits beside decode steps.
             if not self._chunks_prefill and draft.budget_left < num_remaining <= self._step_limit.num_tokens:
@@ -1151,12 +1170,15 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING:
                 self._allocator.drop_unseen(sequence)
             sequence.leave_family()  # those that found no room; in a trial, all of them
+        block_stores, block_loads = self._allocator.take_transfers()
         plan = StepPlan(
             step_id=draft.step_id,
             sequences=tuple(scheduled),
             admitted=tuple(draft.admitted),
             released_slots=tuple(self._released_slots),
             block_appends=tuple(draft.appends),
+            block_stores=block_stores,
+            block_loads=block_loads,
             block_copies=tuple(draft.copies),
         )
         self._num_copied_blocks += len(draft.copies)
@@ -1257,11 +1279,20 @@ class Scheduler:
         return []
 
     def _make_allocator(self) -> KVAllocator:
+        if self._info.num_host_blocks:
+            self._host_tier = HostTier(
+                num_blocks=self._info.num_host_blocks,
+                num_swap_blocks=self._info.num_swap_blocks,
+                num_groups=len(self._info.kv_groups),
+                cost=self._swap_cost,
+                counts=self._host_counts,
+            )
         return KVAllocator(
             self._info.kv_groups,
             enable_prefix_caching=self._enable_prefix_caching,
             chunk_len=self._prompt_share,
             max_unapplied=self._max_unapplied,
+            host_tier=self._host_tier,
         )
 
     def _end_with_bad_logits(self, sequence: SequenceState, step_id: int) -> TokenDelta:
@@ -1278,6 +1309,7 @@ class Scheduler:
         sequence.leave_family()
         sequence.note_end()
         self._paused.discard(sequence.sequence_id)
+        self._allocator.drop_swapped(sequence)
         if sequence.trial_len:
             self._suspects.clear(sequence)
         if sequence.status is SequenceStatus.RUNNING:
@@ -1332,6 +1364,8 @@ class Scheduler:
             or sequence.last_step_id > self._last_applied_step_id
         ):
             return
+        if status is SequenceStatus.PREEMPTED:
+            self._allocator.swap_out(sequence)
         self._allocator.release(sequence)
         slot = sequence.slot
         self._slot_holders[slot] = None

@@ -34,7 +34,8 @@ LOOP = [
     ["scheduler", "restart_budget", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
     ["deadlines", "best_of", "start_rate", "step_limit", "sequence_limits", "beams"],
     ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema", "beam_search"],
-    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds"],
+    ["host_tier"],
+    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds", "swap_cost"],
 ]
 GPU = [
     ["executor"],
@@ -47,7 +48,7 @@ GPU = [
     ["attention"],
     ["step_inputs"],
     ["batch"],
-    ["kernels", "slots", "block_tables", "kv_cache"],
+    ["kernels", "slots", "block_tables", "kv_cache", "host_blocks"],
     ["staging", "completion"],
     ["device", "device_errors"],
 ]

@@ -37,6 +37,7 @@ class PlanRules:
         self._rows: dict[int, _Row] = {}
         self._next_step_id = 0
         self._least_step_id: int | None = None  # of the first plan after a restart
+        self._stored: set[int] = set()  # host blocks
 
     @property
     def held_slots(self) -> frozenset[int]:
@@ -67,6 +68,7 @@ class PlanRules:
         self._require(plan, len(plan.sequences) > 0, "a plan schedules at least one sequence")
         self._check_releases_and_admissions(plan)
         self._check_appends(plan)
+        self._check_transfers(plan)
         self._check_copies(plan)
         slots = [sequence.slot for sequence in plan.sequences]
         self._require(plan, len(set(slots)) == len(slots), f"slots are distinct: {slots}")
@@ -164,6 +166,28 @@ class PlanRules:
                 f"block ids are in 1 … {num_blocks - 1}: {block_ids}",
             )
             table.extend(block_ids)
+
+    def _check_transfers(self, plan: StepPlan) -> None:
+        """Check that blocks go to host blocks that exist, one to each, and come back into new blocks."""
+        num_blocks, num_host_blocks = self._info.kv_groups[0].num_blocks, self._info.num_host_blocks
+        moved = (*plan.block_stores, *plan.block_loads)
+        self._require(
+            plan,
+            all(0 < block < num_blocks and 0 < host < num_host_blocks for block, host in moved),
+            f"blocks and host blocks exist: {moved}",
+        )
+        stored = [host_block for _, host_block in plan.block_stores]
+        self._require(plan, len(set(stored)) == len(stored), f"a host block is stored once: {stored}")
+        self._stored.update(stored)
+        loaded = [device_block for device_block, _ in plan.block_loads]
+        self._require(plan, len(set(loaded)) == len(loaded), f"a block is loaded once: {loaded}")
+        new = {block_id for append in plan.block_appends for block_id in append.block_ids}
+        self._require(plan, new.issuperset(loaded), f"blocks are loaded for who is given them: {loaded}")
+        self._require(
+            plan,
+            all(host_block in self._stored for _, host_block in plan.block_loads),
+            f"a host block is loaded after it was stored: {plan.block_loads}",
+        )
 
     def _check_tables(self, plan: StepPlan, slot: int, start: int, end: int) -> None:
         """Check that a sequence has a block of its own wherever this step reads or writes."""

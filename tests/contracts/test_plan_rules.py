@@ -6,7 +6,7 @@ import pytest
 
 from asyncserve.kv_spec import FullAttention, RecurrentState, SlidingWindow
 from asyncserve.request import SamplingParams
-from asyncserve.step import BlockAppend, ScheduledSequence, SlotAssignment, StepPlan
+from asyncserve.step import BlockAppend, BlockTransfer, ScheduledSequence, SlotAssignment, StepPlan
 from tests.contracts.plan_rules import PlanRuleBroken, PlanRules
 from tests.fakes.executor import fake_info
 
@@ -113,6 +113,37 @@ def test_a_sound_stream_of_plans_passes() -> None:
 def test_a_plan_that_breaks_a_rule_is_named_with_the_rule(changes: dict[str, Any], rule: str) -> None:
     rules = PlanRules(INFO)
     rules.check(first_plan())
+    with pytest.raises(PlanRuleBroken, match=rule):
+        rules.check(second_plan(**changes))
+
+
+HOST_INFO = dataclasses.replace(INFO, num_host_blocks=4)
+
+
+def test_blocks_go_to_the_host_and_come_back_into_new_ones() -> None:
+    rules = PlanRules(HOST_INFO)
+    rules.check(dataclasses.replace(first_plan(), block_stores=(BlockTransfer(7, 1), BlockTransfer(7, 2))))
+    rules.check(second_plan(block_loads=(BlockTransfer(3, 2),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"block_stores": (BlockTransfer(0, 1),)}, "blocks and host blocks exist"),
+        ({"block_stores": (BlockTransfer(10, 1),)}, "blocks and host blocks exist"),
+        ({"block_stores": (BlockTransfer(1, 0),)}, "blocks and host blocks exist"),
+        ({"block_loads": (BlockTransfer(3, 4),)}, "blocks and host blocks exist"),
+        ({"block_stores": (BlockTransfer(1, 1), BlockTransfer(2, 1))}, "stored once"),
+        ({"block_loads": (BlockTransfer(3, 1), BlockTransfer(3, 2))}, "loaded once"),
+        ({"block_loads": (BlockTransfer(1, 1),)}, "for who is given them"),
+        ({"block_loads": (BlockTransfer(3, 3),)}, "after it was stored"),
+    ],
+)
+def test_a_plan_whose_transfers_break_a_rule_is_named_with_the_rule(
+    changes: dict[str, Any], rule: str
+) -> None:
+    rules = PlanRules(HOST_INFO)
+    rules.check(dataclasses.replace(first_plan(), block_stores=(BlockTransfer(7, 1), BlockTransfer(8, 2))))
     with pytest.raises(PlanRuleBroken, match=rule):
         rules.check(second_plan(**changes))
 

@@ -35,6 +35,9 @@ def fake_info(
     max_unapplied: int = 2,
     num_groups: int = 1,
     specs: Sequence[KVSpec] = (),
+    num_host_blocks: int = 0,
+    num_swap_blocks: int = 0,
+    host_block_s: float = 0.0,
 ) -> ExecutorInfo:
     """Return the description of a small device, with `num_groups` groups of full attention or `specs`."""
     spec = FullAttention(block_len=block_len, num_kv_heads=1, head_dim=1, dtype="float32")
@@ -48,6 +51,9 @@ def fake_info(
         vocab_size=vocab_size,
         max_num_batched_tokens=max_num_batched_tokens,
         max_unapplied=max_unapplied,
+        num_host_blocks=num_host_blocks,
+        num_swap_blocks=num_swap_blocks,
+        host_block_s=host_block_s,
         device_name="fake",
     )
 
@@ -118,6 +124,11 @@ class _Page:
             self.group_id, self.digests = group_id, {}
         self.digests[offset] = digest
 
+    def copy_from(self, other: "_Page", *, is_garbage: bool) -> None:
+        """Take over what another holds; or garbage instead."""
+        self.group_id = other.group_id
+        self.digests = dict.fromkeys(other.digests) if is_garbage else dict(other.digests)
+
     def read(self, group_id: int, offset: int) -> int | None:
         """Return what is there; -1 if nothing is."""
         return self.digests.get(offset, -1) if group_id == self.group_id else -1
@@ -181,6 +192,7 @@ class FakeRunner:
         self._scored_slots: set[int] = set()
         self._checks = check_plans
         self._pages = [_Page() for _ in range(info.kv_groups[0].num_blocks)] if check_plans else []
+        self._host_pages = [_Page() for _ in range(info.num_host_blocks)] if check_plans else []
 
     def reopened(self) -> "FakeRunner":
         """Return a runner for the same device, opened anew: rows and KV are gone."""
@@ -201,6 +213,7 @@ class FakeRunner:
         """Run the next plan."""
         self._prepare(plan)
         if self._checks:
+            self._move_pages(plan, is_garbage=False)
             self._write_kv(plan, is_garbage=False)
             self._check_kv(plan)
             self._copy_blocks(plan)
@@ -220,6 +233,7 @@ class FakeRunner:
         """Run the next plan as a step that raises half-way: what it should have written is garbage."""
         self._prepare(plan)
         if self._checks:
+            self._move_pages(plan, is_garbage=True)
             self._write_kv(plan, is_garbage=True)
             self._copy_blocks(plan)
         for sequence in plan.sequences:
@@ -245,6 +259,12 @@ class FakeRunner:
         if self._checks:
             for group_id, slot, block_ids in plan.block_appends:
                 self._rows[slot].tables[group_id].extend(block_ids)
+
+    def _move_pages(self, plan: StepPlan, *, is_garbage: bool) -> None:
+        for device_block, host_block in plan.block_stores:
+            self._host_pages[host_block].copy_from(self._pages[device_block], is_garbage=is_garbage)
+        for device_block, host_block in plan.block_loads:
+            self._pages[device_block].copy_from(self._host_pages[host_block], is_garbage=is_garbage)
 
     def _write_kv(self, plan: StepPlan, *, is_garbage: bool) -> None:
         for slot, start, num_tokens, _ in plan.sequences:

@@ -247,7 +247,7 @@ def test_a_match_is_the_longest_prefix_of_which_each_group_has_what_it_needs(see
     longest = max(length for length in range(49) if is_match(length))
     again = sequence_of(tokens, num_groups=3)
     matches = allocator.match_prefix(again)
-    assert allocator.matched_len(matches) == longest
+    assert allocator.matched_len(again, matches) == longest
     for each, match in zip(groups, matches, strict=True):
         assert len(match) * each.spec.block_len == longest
         num_null = each.spec.num_unseen(longest)

@@ -64,6 +64,9 @@ def simulate(seed: int) -> dict[str, int]:
     capacity = rng.choice([24, 32, 40, 80, 200])
     max_model_len = rng.choice([16, 24, 40])
     chunked = rng.random() < 0.7
+    host = random.Random(f"host {seed}")
+    num_swap_blocks = host.choice([0, 0, 4, 16, 64])
+    num_host_blocks = num_swap_blocks + host.choice([0, 0, 3, 16, 64])
     max_num_batched_tokens = rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40])
     specs = random_specs(rng, block_len)
     info = fake_info(
@@ -74,6 +77,8 @@ def simulate(seed: int) -> dict[str, int]:
         vocab_size=VOCAB,
         max_num_batched_tokens=max_num_batched_tokens,
         max_unapplied=rng.choice([1, 2, 2, 3]),
+        num_host_blocks=num_host_blocks + 1 if num_host_blocks else 0,
+        num_swap_blocks=num_swap_blocks,
         specs=specs,
     )
     bench = Bench(
@@ -212,6 +217,8 @@ def simulate(seed: int) -> dict[str, int]:
         "losses": num_losses,
         "aborts": len(bench.aborted),
         "pauses": bench.statistics().num_pauses,
+        "swaps": bench.statistics().num_swaps,
+        "host_hits": bench.statistics().host_cache_hits,
         "branches": num_branches,
         "beams": num_searches,
         "copies": bench.statistics().num_copied_blocks,
