@@ -189,8 +189,8 @@ def _add_option(group: Any, option: "dataclasses.Field[Any]", hint: Any, text: s
         arguments["type"] = _converter(hint)
     if hint is not bool and get_origin(hint) is not Literal:
         arguments["metavar"] = {int: "N", float: "X"}.get(hint, option.name.rpartition("_")[2].upper())
-    short = [option.metadata["short"]] if "short" in option.metadata else []
-    group.add_argument(*short, _flag(option.name), dest=option.name, **arguments)
+    alias = [option.metadata["alias"]] if "alias" in option.metadata else []
+    group.add_argument(*alias, _flag(option.name), dest=option.name, **arguments)
 
 
 def _parse(

@@ -71,6 +71,12 @@ class ServerConfig:
     there is room."""
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, instead of computing it from memory."""
+    swap_space_gib: float = field(default=0.0, metadata={"alias": "--swap-space"})
+    """GiB of the host's memory for the KV blocks of preempted sequences, which come back from there where
+    that takes less time than computing them again."""
+    kv_offloading_size: float = 0.0
+    """GiB of the host's memory for cached KV blocks that are evicted from the KV cache; they are found there,
+    too."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
     enable_chunked_prefill: bool = True
@@ -304,15 +310,20 @@ class ServerConfig:
                 "kv_cache_memory_bytes and num_gpu_blocks_override both fix the size of the KV cache; "
                 "give one of them"
             )
+        if self.kv_offloading_size > 0 and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size keeps cached prefixes, of which there are none without "
+                "enable_prefix_caching"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig(ServerConfig):
     """Options of `asyncserve run-batch`: the server's, though those of its socket do nothing, and these."""
 
-    input_file: str = field(metadata={"short": "-i"})
+    input_file: str = field(metadata={"alias": "-i"})
     """File of requests in OpenAI's batch format, one JSON object a line; - for standard input."""
-    output_file: str = field(metadata={"short": "-o"})
+    output_file: str = field(metadata={"alias": "-o"})
     """File that gets the answers, one JSON object a line; requests it has answers to are not run again. - for
     standard output."""
     max_concurrency: int | None = None
@@ -357,6 +368,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "kv_cache_memory_bytes": (1, math.inf),
     # Block 0 is never given out, so one block would be none.
     "num_gpu_blocks_override": (2, math.inf),
+    "swap_space_gib": (0, 2**20),
+    "kv_offloading_size": (0, 2**20),
     "long_prefill_token_threshold": (0, math.inf),
     "max_num_queued_requests": (1, math.inf),
     "max_num_queued_tokens": (1, math.inf),

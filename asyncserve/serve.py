@@ -123,6 +123,8 @@ def build_executor(config: ServerConfig, checkpoint: Checkpoint) -> Executor:
             gpu_memory_utilization=config.gpu_memory_utilization,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             num_gpu_blocks_override=num_blocks,
+            swap_space_gib=config.swap_space_gib,
+            kv_offloading_gib=config.kv_offloading_size,
             attention_backend=config.attention_backend,
             enforce_eager=config.enforce_eager,
             graph_sizes=config.cudagraph_capture_sizes,

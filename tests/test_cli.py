@@ -72,6 +72,12 @@ def test_every_option_is_a_flag_with_dashes_or_underscores() -> None:
                 assert float(getattr(read("m", flag, "7"), option.name)) == 7
 
 
+def test_swap_space_has_the_name_it_has_elsewhere_too() -> None:
+    assert (
+        read("m", "--swap-space", "4").swap_space_gib == read("m", "--swap-space-gib=4").swap_space_gib == 4
+    )
+
+
 def test_underscores_in_values_stay() -> None:
     assert read("m", "--served-model-name=my_model", "--tokenizer", "a_b").served_model_name == ("my_model",)
     assert read("my_model").model == "my_model"

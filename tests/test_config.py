@@ -33,6 +33,12 @@ def test_the_defaults_are_valid() -> None:
         ({"gpu_memory_utilization": float("nan")}, ["gpu_memory_utilization"]),
         ({"kv_cache_memory_bytes": 0}, ["kv_cache_memory_bytes"]),
         ({"num_gpu_blocks_override": 1}, ["num_gpu_blocks_override", "2"]),
+        ({"swap_space_gib": -1}, ["swap_space_gib", "at least 0"]),
+        ({"kv_offloading_size": float("inf")}, ["kv_offloading_size"]),
+        (
+            {"kv_offloading_size": 1.0, "enable_prefix_caching": False},
+            ["kv_offloading_size", "enable_prefix_caching"],
+        ),
         ({"long_prefill_token_threshold": -1}, ["long_prefill_token_threshold"]),
         ({"max_num_queued_requests": 0}, ["max_num_queued_requests"]),
         ({"stream_interval": 0}, ["stream_interval", "at least 1"]),

@@ -80,6 +80,15 @@ def alone(model: Path, prompts: list[list[int]], params: SamplingParams) -> list
         pytest.param({"long_prefill_token_threshold": 5}, id="long prompts held back"),
         pytest.param({"block_size": 4}, id="small blocks"),
         pytest.param({"num_gpu_blocks_override": 12, "max_model_len": 96}, id="preempted"),
+        pytest.param(
+            {
+                "num_gpu_blocks_override": 12,
+                "max_model_len": 96,
+                "swap_space_gib": 1e-3,
+                "kv_offloading_size": 1e-3,
+            },
+            id="swapped, evicted to the host",
+        ),
         pytest.param({"scheduling_policy": "priority"}, id="priority"),
     ],
 )
@@ -135,6 +144,15 @@ def requests_of_their_own(model: Path, prompts: list[list[int]]) -> list[list[tu
             id="chunked prefill",
         ),
         pytest.param({"num_gpu_blocks_override": 12, "max_model_len": 96}, id="preempted"),
+        pytest.param(
+            {
+                "num_gpu_blocks_override": 12,
+                "max_model_len": 96,
+                "swap_space_gib": 1e-3,
+                "kv_offloading_size": 1e-3,
+            },
+            id="swapped, evicted to the host",
+        ),
     ],
 )
 def test_choices_of_a_request_are_what_requests_of_their_own_would_give(

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 NUM_TOKENS = 20
+BOTH = {"swap_space_gib": 1e-3, "kv_offloading_size": 1e-3}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 11},
@@ -95,6 +96,8 @@ def alone(model: Path, device: str, prompts: list[list[int]]) -> Answers:
         pytest.param({}, id="cached, one step ahead"),
         pytest.param({"max_num_batched_tokens": 7, "max_num_seqs": 5}, id="chunked"),
         pytest.param({"num_gpu_blocks_override": 50}, id="preempted"),
+        pytest.param({"num_gpu_blocks_override": 50, "swap_space_gib": 1e-3}, id="swapped"),
+        pytest.param({"num_gpu_blocks_override": 50, **BOTH}, id="swapped, evicted and found on the host"),
     ],
 )
 def test_answers_do_not_depend_on_how_they_are_served(
@@ -103,8 +106,16 @@ def test_answers_do_not_depend_on_how_they_are_served(
     with open_llm(model, device, **options) as llm:
         llm.wait_until_warm()
         assert answers(llm, prompts) == alone
+        statistics = llm.statistics()
         if "num_gpu_blocks_override" in options:
-            assert llm.statistics().num_preemptions > 0
+            assert statistics.num_preemptions > 0
+        if options.get("swap_space_gib"):
+            assert statistics.num_swaps > 0
+            assert statistics.host_loaded_bytes > 0
+        if options.get("kv_offloading_size"):
+            found = statistics.host_cache_hits
+            assert answers(llm, prompts) == alone
+            assert llm.statistics().host_cache_hits > found
 
 
 def test_choices_stops_and_what_is_launched_too_late_leave_nothing_behind(

@@ -48,8 +48,8 @@ ASKED: list[tuple[list[int], dict[str, Any]]] = [
 each_subject = pytest.mark.parametrize("subject", subjects("cpu", "cuda"))
 
 
-def start(subject: Subject) -> tuple[ModelRunner, ExecutorInfo]:
-    runner, info, _ = start_subject(subject, num_slots=8, num_blocks=160)
+def start(subject: Subject, **options: Any) -> tuple[ModelRunner, ExecutorInfo]:
+    runner, info, _ = start_subject(subject, **{"num_slots": 8, "num_blocks": 160, **options})
     return runner, info
 
 
@@ -124,6 +124,32 @@ def test_answers_over_failed_steps_and_lost_devices_are_those_of_an_undisturbed_
     assert statistics.num_failed_steps >= 4
     assert statistics.num_device_restarts == 1
     assert statistics.num_failed_sequences == 0
+
+
+@each_subject
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("every", [7, 12, 1000])
+def test_answers_from_a_host_tier_over_failed_steps_are_those_of_an_undisturbed_run(
+    subject: Subject, caching: bool, every: int
+) -> None:
+    asked = [(prompt, {**sampling, "max_tokens": 24}) for prompt, sampling in ASKED]
+
+    async def run() -> None:
+        undisturbed, _ = await serve(ThreadExecutor(lambda: start(subject)), asked)
+        executor = FaultyExecutor(
+            ThreadExecutor(lambda: start(subject, num_blocks=45, num_host_blocks=200)),
+            faults(fail_step=Trigger(every=every)),
+        )
+        choices, engine = await serve(executor, asked, enable_prefix_caching=caching)
+        assert comparable(choices) == comparable(undisturbed)
+        statistics = engine.statistics()
+        assert statistics.num_failed_sequences == 0
+        assert (statistics.num_swapped, statistics.num_host_blocks_used) == (0, 0)
+        assert statistics.num_swaps > 0
+        if every > 10:
+            assert statistics.host_loaded_bytes > 0
+
+    asyncio.run(run())
 
 
 @each_subject
