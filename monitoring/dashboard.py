@@ -276,8 +276,40 @@ def _kv_cache() -> Iterator[Panel]:
         "Preemptions and pauses",
         "Preemptions: sequences that lost their place for lack of blocks, and are computed again. Pauses:"
         " sequences that gave it up as their client does not read.",
-        [_rate("num_preemptions_total", "preemptions"), _rate("num_pauses_total", "pauses")],
+        [
+            _rate("num_preemptions_total", "preemptions"),
+            _rate("num_pauses_total", "pauses"),
+            _rate("num_swaps_total", "of both, kept on the host"),
+        ],
         unit="ops",
+    )
+    yield lines(
+        "KV blocks on the host",
+        "Used: of preempted sequences that will come back. Cached: evicted from the device, and found again."
+        " Free: empty.",
+        [
+            _gauge("host_kv_blocks", "{{state}}", by="state"),
+            _gauge("num_requests_swapped", "sequences that will come back"),
+        ],
+        unit="short",
+    )
+    yield lines(
+        "To the host and back",
+        "Bytes of KV blocks that are stored in the host's memory and loaded from there.",
+        [
+            _rate("kv_offload_store_bytes_total", "stored"),
+            _rate("kv_offload_load_bytes_total", "loaded"),
+        ],
+        unit="Bps",
+    )
+    yield lines(
+        "Prefixes on the host",
+        "Tokens that were not cached on the device and were looked up on the host, and those found there.",
+        [
+            _rate("external_prefix_cache_queries_total", "looked up"),
+            _rate("external_prefix_cache_hits_total", "found"),
+        ],
+        unit="short",
     )
 
 

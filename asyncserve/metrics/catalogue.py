@@ -313,6 +313,46 @@ METRICS: tuple[MetricDefinition, ...] = (
         "Prompt tokens found in the prefix cache.",
         Source.COLLECTOR,
     ),
+    _gauge(
+        "host_kv_blocks",
+        "blocks",
+        "KV blocks in the host's memory: used by preempted sequences that will come back, cached (content"
+        " loadable) or free.",
+        ("state",),
+    ),
+    _counter(
+        "external_prefix_cache_queries_total",
+        "tokens",
+        "Tokens of started sequences that were not cached on the device and were looked up on the host.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "external_prefix_cache_hits_total",
+        "tokens",
+        "Tokens found on the host, and loaded from there.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "kv_offload_store_bytes_total",
+        "bytes",
+        "Bytes of KV blocks that were stored in the host's memory.",
+        Source.COLLECTOR,
+    ),
+    _counter(
+        "kv_offload_load_bytes_total",
+        "bytes",
+        "Bytes of KV blocks that were loaded from the host's memory.",
+        Source.COLLECTOR,
+    ),
+    _gauge(
+        "num_requests_swapped", "sequences", "Waiting sequences whose KV blocks are in the host's memory."
+    ),
+    _counter(
+        "num_swaps_total",
+        "swaps",
+        "Times the KV blocks of a preempted sequence were kept in the host's memory.",
+        Source.COLLECTOR,
+    ),
     _counter(
         "num_preemptions_total",
         "preemptions",

@@ -103,6 +103,17 @@ class EngineCollector(Collector):
         yield self._gauge("channel_peak", {(channel.name,): channel.peak for channel in now.channels})
         yield self._counter("prefix_cache_queries_total", now.prefix_cache_queries)
         yield self._counter("prefix_cache_hits_total", now.prefix_cache_hits)
+        num_used, num_cached = now.num_host_blocks_used, now.num_host_blocks_cached
+        num_free = now.num_host_blocks - num_used - num_cached
+        yield self._gauge(
+            "host_kv_blocks", {("used",): num_used, ("cached",): num_cached, ("free",): num_free}
+        )
+        yield self._counter("external_prefix_cache_queries_total", now.host_cache_queries)
+        yield self._counter("external_prefix_cache_hits_total", now.host_cache_hits)
+        yield self._counter("kv_offload_store_bytes_total", now.host_stored_bytes)
+        yield self._counter("kv_offload_load_bytes_total", now.host_loaded_bytes)
+        yield self._gauge("num_requests_swapped", {(): now.num_swapped})
+        yield self._counter("num_swaps_total", now.num_swaps)
         yield self._counter("num_preemptions_total", now.num_preemptions)
         yield self._counter("failed_steps_total", now.num_failed_steps)
         yield self._counter("retried_steps_total", now.num_retried_steps)

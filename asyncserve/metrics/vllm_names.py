@@ -63,6 +63,11 @@ SIMPLE: Mapping[str, str] = {
     "prefix_cache_hits_total": "prefix_cache_hits_total",
     "gpu_prefix_cache_queries_total": "prefix_cache_queries_total",  # older
     "gpu_prefix_cache_hits_total": "prefix_cache_hits_total",  # older
+    "external_prefix_cache_queries_total": "external_prefix_cache_queries_total",
+    "external_prefix_cache_hits_total": "external_prefix_cache_hits_total",
+    "kv_offload_store_bytes_total": "kv_offload_store_bytes_total",
+    "kv_offload_load_bytes_total": "kv_offload_load_bytes_total",
+    "num_requests_swapped": "num_requests_swapped",  # older
     "request_success_total": "request_success_total",
     "admission_rejections_total": "requests_rejected_total",
 }

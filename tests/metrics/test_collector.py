@@ -27,6 +27,15 @@ def test_values_are_those_of_the_engine() -> None:
             prefix_cache_queries=1000,
             prefix_cache_hits=400,
             num_preemptions=7,
+            num_host_blocks=20,
+            num_host_blocks_used=4,
+            num_host_blocks_cached=9,
+            host_cache_queries=300,
+            host_cache_hits=120,
+            host_stored_bytes=5000,
+            host_loaded_bytes=4000,
+            num_swapped=2,
+            num_swaps=6,
             num_window_blocks_freed=11,
             kv_groups=[
                 KVGroupStatistics(
@@ -52,12 +61,20 @@ def test_values_are_those_of_the_engine() -> None:
         "prefix_cache_queries_total": 1000,
         "prefix_cache_hits_total": 400,
         "num_preemptions_total": 7,
+        "external_prefix_cache_queries_total": 300,
+        "external_prefix_cache_hits_total": 120,
+        "kv_offload_store_bytes_total": 5000,
+        "kv_offload_load_bytes_total": 4000,
+        "num_requests_swapped": 2,
+        "num_swaps_total": 6,
         "kv_window_blocks_freed_total": 11,
         "graphs_pending": 9,
     }
     assert {name: value_of(registry, name) for name in expected} == expected
     blocks = {sample.labels["state"]: sample.value for sample in samples_of(registry, "kv_blocks")}
     assert blocks == {"used": 10, "cached": 25, "free": 5}
+    blocks = {sample.labels["state"]: sample.value for sample in samples_of(registry, "host_kv_blocks")}
+    assert blocks == {"used": 4, "cached": 9, "free": 7}
     slots = {each.labels["state"]: each.value for each in samples_of(registry, "kv_allocated_slots")}
     assert slots == {"filled": 37, "unused": 3}
     by_group = {
