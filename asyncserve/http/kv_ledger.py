@@ -6,7 +6,8 @@ variable API_KEY.
 
 A block of the pool is used (held by a sequence), cached (free, its content findable) or free. Of the bytes
 of used blocks, those of slots behind the last token of a sequence are unused, and those of storages for which
-a group has no layer are padding; the rest holds tokens or states.
+a group has no layer are padding; the rest holds tokens or states. Blocks in the host's memory stand by
+themselves, if it has any.
 """
 
 import json
@@ -44,6 +45,21 @@ def kv_ledger(info: ExecutorInfo, statistics: EngineStatistics) -> dict[str, Any
         "filled_share": 1 - slots["unused_slots"] / slots["slots"] if slots["slots"] else 1.0,
         "window_blocks_freed": statistics.num_window_blocks_freed,
         "groups": groups,
+        "host": _host_ledger(statistics, block_bytes) if statistics.num_host_blocks else None,
+    }
+
+
+def _host_ledger(statistics: EngineStatistics, block_bytes: int) -> dict[str, Any]:
+    num_used, num_cached = statistics.num_host_blocks_used, statistics.num_host_blocks_cached
+    return {
+        "num_bytes": (statistics.num_host_blocks + 1) * block_bytes,
+        "num_blocks": statistics.num_host_blocks,
+        "used_blocks": num_used,
+        "cached_blocks": num_cached,
+        "free_blocks": statistics.num_host_blocks - num_used - num_cached,
+        "swapped_sequences": statistics.num_swapped,
+        "stored_bytes": statistics.host_stored_bytes,
+        "loaded_bytes": statistics.host_loaded_bytes,
     }
 
 
@@ -84,6 +100,7 @@ def ledger_table(ledger: Mapping[str, Any]) -> str:
         f"slots  {ledger['slots']} allocated, {ledger['unused_slots']} unused:"
         f" {ledger['filled_share']:.1%} hold tokens",
         f"freed  {ledger['window_blocks_freed']} blocks that a window had passed",
+        *_host_lines(ledger["host"]),
         "",
         f"{'group':>5} {'kind':<7}{'layers':>7}{'block':>7}{'window':>8}{'used':>8}{'cached':>8}{'slots':>9}"
         f"{'unused':>8}{'MiB':>9}{'padding':>9}",
@@ -95,6 +112,18 @@ def ledger_table(ledger: Mapping[str, Any]) -> str:
         for group in ledger["groups"]
     ]
     return "\n".join(lines)
+
+
+def _host_lines(host: Mapping[str, Any] | None) -> list[str]:
+    if host is None:
+        return []
+    mib = 2**20
+    return [
+        f"host   {host['num_blocks']} blocks, {host['num_bytes'] / mib:.1f} MiB: {host['used_blocks']} used"
+        f" by {host['swapped_sequences']} swapped sequences, {host['cached_blocks']} cached,"
+        f" {host['free_blocks']} free; stored {host['stored_bytes'] / mib:.1f} MiB so far, loaded"
+        f" {host['loaded_bytes'] / mib:.1f} MiB"
+    ]
 
 
 def main(argv: list[str]) -> int:

@@ -70,6 +70,32 @@ def test_a_group_with_fewer_layers_than_a_block_has_pages_pads() -> None:
     assert [group["unused_bytes"] for group in ledger["groups"]] == [3 * 8, 8]
 
 
+def test_blocks_on_the_host_stand_by_themselves() -> None:
+    info = fake_info()
+    assert kv_ledger(info, EngineStatistics())["host"] is None
+    statistics = EngineStatistics(
+        num_host_blocks=20,
+        num_host_blocks_used=4,
+        num_host_blocks_cached=9,
+        num_swapped=2,
+        host_stored_bytes=3 * 2**20,
+        host_loaded_bytes=2**20,
+    )
+    ledger = kv_ledger(info, statistics)
+    assert ledger["host"] == {
+        "num_bytes": 21 * 32,
+        "num_blocks": 20,
+        "used_blocks": 4,
+        "cached_blocks": 9,
+        "free_blocks": 7,
+        "swapped_sequences": 2,
+        "stored_bytes": 3 * 2**20,
+        "loaded_bytes": 2**20,
+    }
+    table = ledger_table(ledger)
+    assert "4 used by 2 swapped sequences, 9 cached, 7 free; stored 3.0 MiB so far, loaded 1.0 MiB" in table
+
+
 async def test_the_server_tells_its_ledger_and_the_program_prints_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -462,9 +462,17 @@ class Faults(RuleBasedStateMachine):
         caching=st.booleans(),
         ahead=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        num_host_blocks=st.sampled_from([0, 6, 80]),
     )
     def open(
-        self, num_slots: int, block_len: int, budget: int, caching: bool, ahead: bool, policy: str
+        self,
+        num_slots: int,
+        block_len: int,
+        budget: int,
+        caching: bool,
+        ahead: bool,
+        policy: str,
+        num_host_blocks: int,
     ) -> None:
         info = fake_info(
             num_slots=num_slots,
@@ -472,6 +480,8 @@ class Faults(RuleBasedStateMachine):
             block_len=block_len,
             max_model_len=40,
             max_num_batched_tokens=budget,
+            num_host_blocks=num_host_blocks,
+            num_swap_blocks=num_host_blocks // 2,
         )
         self.bench = Bench(info, policy=policy, enable_prefix_caching=caching, async_scheduling=ahead)
 

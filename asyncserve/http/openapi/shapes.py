@@ -362,6 +362,23 @@ class KVLedgerGroup(Shape):
     padding_bytes: NotNegative
 
 
+class KVLedgerHost(Shape):
+    """KV blocks in the host's memory: used by preempted sequences that will come back, cached, or free.
+
+    `num_bytes` counts one block more, which is never given out; `stored_bytes` and `loaded_bytes` are those
+    moved so far.
+    """
+
+    num_bytes: NotNegative
+    num_blocks: NotNegative
+    used_blocks: NotNegative
+    cached_blocks: NotNegative
+    free_blocks: NotNegative
+    swapped_sequences: NotNegative
+    stored_bytes: NotNegative
+    loaded_bytes: NotNegative
+
+
 class KVLedger(Shape):
     """Answer of GET /kv_cache: of the pool that all KV groups share, what holds tokens and what does not.
 
@@ -383,6 +400,7 @@ class KVLedger(Shape):
     filled_share: Annotated[float, Meta(ge=0, le=1)]
     window_blocks_freed: NotNegative
     groups: list[KVLedgerGroup]
+    host: KVLedgerHost | None
 
 
 class CacheGroup(Shape):
