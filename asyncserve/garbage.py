@@ -8,10 +8,10 @@ when very many have come together.
 
 import gc
 
-YOUNG_OBJECTS = 1_500
-"""Objects made and not freed since the last collection that make a young one, which takes 0.6 ms: few enough
-not to be felt, and more than the rows of a step over 1,000 sequences, which are freed with it."""
-YOUNG_BEFORE_OLD = 400
+YOUNG_OBJECTS = 700
+"""Objects made and not freed since the last collection that make a young one, which takes 0.3 ms: few enough
+not to be felt, and more than the rows of two steps over 256 sequences, which are freed with them."""
+YOUNG_BEFORE_OLD = 800
 """So many young collections, hence up to a million objects, make one that looks at all that came since."""
 OLD_BEFORE_FULL = 10
 
