@@ -24,6 +24,13 @@ def settle_collector() -> None:
 
 
 def collect_in_peace() -> None:
-    """Collect what has outlived a young collection, if any was made; to be called when nothing runs."""
-    if any(gc.get_count()[1:]):
+    """Collect what has outlived a young collection, if any was made; to be called when nothing runs.
+
+    What has been looked at so is looked at again only with every tenth call that finds anything new: ten
+    thousand idle connections take 0.15 s.
+    """
+    _, num_young, num_middle = gc.get_count()
+    if num_middle >= OLD_BEFORE_FULL:
         gc.collect()
+    elif num_young:
+        gc.collect(1)

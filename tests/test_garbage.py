@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncserve.garbage import collect_in_peace, settle_collector
+from asyncserve.garbage import OLD_BEFORE_FULL, collect_in_peace, settle_collector
 
 
 class Knot:
@@ -40,6 +40,19 @@ def test_garbage_that_outlived_a_young_collection_goes_when_nothing_runs() -> No
     assert ghosts[0]() is not None
     collect_in_peace()
     assert ghosts[0]() is None
+
+
+def test_what_was_looked_at_is_looked_at_again_only_now_and_then() -> None:
+    settle_collector()
+    seen: list[int] = []
+    gc.callbacks.append(lambda phase, info: seen.append(info["generation"]) if phase == "start" else None)
+    try:
+        for _ in range(OLD_BEFORE_FULL + 1):
+            gc.collect(0)
+            collect_in_peace()
+    finally:
+        gc.callbacks.pop()
+    assert seen == [0, 1] * OLD_BEFORE_FULL + [0, 2]
 
 
 def test_nothing_is_collected_where_nothing_happened() -> None:

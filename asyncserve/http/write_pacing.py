@@ -2,8 +2,8 @@
 
 A write to a socket costs the kernel several times what the event in it costs us, so many tokens a second
 are cheaper in fewer writes. A stream that was written to under load *rests* for `JOIN_INTERVAL_S`, or longer
-where so many rest that this would be more writes than `JOINED_WRITES_PER_S`: what comes meanwhile is kept, and
-goes out in one write when its rest is over. Rests end in the order they began, in slices, by one timer; so the
+where so many rest that there would be more than `JOINED_WRITES_PER_S`: what comes meanwhile is kept, and goes
+out in one write when its rest is over. Rests end in the order they began, in slices, by one timer; so the
 writes of many streams spread over the interval. Below the load, and with `stream_interval`, nobody rests.
 Knows no transport: streams write themselves.
 """
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 JOIN_INTERVAL_S = 0.004
 """How long a stream rests at least after a write under load."""
 JOINED_WRITES_PER_S = 64_000.0
-"""Most writes under load, a third of a core: 256 streams rest for 4 ms, 1,024 for 16, 4,096 for 64. Without it
-the writes of one step over many streams take longer than a rest, and nothing is ever joined."""
+"""Most writes under load, a third of a core: 256 streams rest for 4 ms, 1,024 for 16, 4,096 for 64. Without a
+bound the writes of one step over many streams take longer than a rest, and nothing is ever joined."""
 JOIN_ABOVE_PER_S = 50_000.0
 """Tokens a second from which streams rest: writing each by itself would take a quarter of a core."""
 JOIN_BELOW_PER_S = 40_000.0

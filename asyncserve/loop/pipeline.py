@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 REOPEN_LIMIT_S = 1800.0
 """Seconds within which a lost device must be open again, its model loaded; then the engine gives up."""
 APPLIED_CAPACITY = 2
-"""Steps the detokenizer may be behind before it holds up the scheduler, which has supplied the device by then:
-more would only let tokens grow old, and their plans with them."""
+"""Steps the detokenizer may be behind before it holds up the scheduler, which has supplied the device by
+then: more would only let tokens grow old, and their plans with them."""
 SCHEDULED_PER_TURN = 8
-"""Sequences that end, arrive or are admitted, after which the scheduler's stage ends an iteration of the loop."""
+"""Sequences that end, arrive or are admitted, after which the scheduler's stage gives way to the others."""
 SLICE_LEN = 32
 """Deltas handed to sinks in one iteration of the loop: about 0.2 ms of work with a socket write each."""
 PLAIN_SLICE_LEN = 512
@@ -337,7 +337,7 @@ class Pipeline:
                 now_s = self._clock()
             if any(len(step.deltas.deltas) >= SCHEDULED_PER_TURN for step in steps):
                 await asyncio.sleep(0)  # many ends, perhaps: those were this iteration's share
-            while scheduler.release_some():
+            while scheduler.release_some():  # noqa: ASYNC110 - it waits for nobody, others have their turn
                 await asyncio.sleep(0)
             resumed.take_all()
             arrived = arrivals.take_all()

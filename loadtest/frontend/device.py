@@ -37,8 +37,8 @@ strange answer, and it went into the book as well, between 3,118 lights on a Fri
 
 FILLING_STEP_S = 0.01
 FILLING_STEP_PER_SLOT_S = 10e-6
-"""How long a step takes while not every slot has a stream: longer than the writing of its tokens, or the first
-streams would end before the last have begun."""
+"""How long a step takes while not every slot has a stream: longer than the writing of its tokens, or the
+first streams would end before the last have begun."""
 
 
 class ReplayDevice:
