@@ -2,8 +2,8 @@
 
 Opens N keep-alive connections, each with one answered request behind it, and leaves them alone. Reports the
 server's memory per connection, its CPU time while it comes to rest, its share of a core when it has, and how
-long a request on one of them takes; then closes them and reports what the memory fell back to. With --limit, exit status 1 if a connection
-costs more bytes than that, or the idle server more than 1 % of a core.
+long a request on one of them takes; then closes them and reports what the memory fell back to. With --limit,
+exit status 1 if a connection costs more bytes than that, or the idle server more than 1 % of a core.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from loadtest.sender import allow_many_connections
 AT_ONCE = 64
 """Connections opened at the same time: the kernel's queue of those not accepted is short."""
 SETTLE_S = 12.0
-"""So long a server has to come to rest: within ten seconds its garbage collector looks once at what is new."""
+"""So long a server has to come to rest: within ten seconds its garbage collector looks at what is new."""
 MAX_IDLE_SHARE = 0.01
 
 
