@@ -21,7 +21,7 @@ Invariants (`check`): see also `PlanRules` in the tests.
 * at most `max_unapplied` plans are unapplied; outputs are applied in the order of the plans;
 * a slot and its blocks come back when the output of the last plan that mentions the sequence is applied,
   never before: one rule for finished, failed, aborted and preempted sequences, in
-  `_release_if_unmentioned`;
+  `_release_if_unmentioned`; those of many at once in parts, all of them before the next plan;
 * a sequence certain to end by length is not planned any further;
 * whatever waits while nothing runs and nothing is in flight is planned;
 * a step that tries suspects holds nobody else, and no other step is in flight with it.
