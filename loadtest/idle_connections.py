@@ -23,8 +23,9 @@ from loadtest.sender import allow_many_connections
 
 AT_ONCE = 64
 """Connections opened at the same time: the kernel's queue of those not accepted is short."""
-SETTLE_S = 12.0
-"""So long a server has to come to rest: within ten seconds its garbage collector looks at what is new."""
+SETTLE_S = 35.0
+"""So long a server has to come to rest: its garbage collector looks at what is new, and when nothing new has
+come for twenty seconds, once at everything."""
 MAX_IDLE_SHARE = 0.01
 
 
