@@ -380,7 +380,7 @@ class Scheduler:
         num_blocks = 0
         while releasable and num_blocks < RELEASED_BLOCKS:
             sequence = releasable.popleft()
-            num_blocks += sequence.block_table.covered_len // self._allocator.block_len
+            num_blocks += sum(map(len, sequence.block_table.block_ids))
             self._release_if_unmentioned(sequence)
         return bool(releasable)
 
