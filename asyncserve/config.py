@@ -187,7 +187,7 @@ class ServerConfig:
     """Most log-probabilities a client may ask for with each token."""
     stream_interval: int | None = None
     """Tokens of a stream that go into one write, each in an event of its own; the first goes at once.
-    Default: one, and under load those of 4 ms."""
+    Default: one, and under load those of 4 ms, or with more than 256 streams of longer."""
     max_body_bytes: int = 4 * 1024 * 1024
     """Largest request body; above it clients get 413."""
     response_store_size: int = 1000

@@ -715,15 +715,15 @@ class OutputSink(Protocol):
 class TextLane(Protocol):
     """A shorter way for tokens that mean nothing but their text: no `RequestOutput` is made of them.
 
-    Whoever has tokens appends their encoded texts to `texts`, none of them empty, and calls `flush` when
-    there are `flush_len` of them. Anything else goes by the sink's `put`, after `settle`.
+    Whoever has tokens appends their encoded texts to `texts`, none of them empty; with the one that would
+    make them `flush_len` it calls `flush` instead. Anything else goes by the sink's `put`, after `settle`.
     """
 
     texts: list[bytes]
     flush_len: int
 
-    def flush(self) -> None:
-        """Send the texts."""
+    def flush(self, text: bytes) -> None:
+        """Send the texts, and behind them this one."""
 
     def settle(self) -> int:
         """Take the texts off, and return how many came this way since the last time."""

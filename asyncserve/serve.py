@@ -32,7 +32,7 @@ from asyncserve.checkpoint import Checkpoint, open_checkpoint
 from asyncserve.config import FAULTS_VARIABLE, ServerConfig
 from asyncserve.errors import CheckpointError, ConfigError, DeviceLost, InvalidRequest, StartupError
 from asyncserve.faults import Faults, parse_faults
-from asyncserve.garbage import collect_in_peace, settle_collector
+from asyncserve.garbage import IdleCollector, settle_collector
 from asyncserve.http.app import GENERATING_ROUTES, build_app, make_runner
 from asyncserve.http.auth import KeyFile
 from asyncserve.http.connection import ConnectionBound, HeaderLimits
@@ -470,11 +470,12 @@ def start_kv_events(config: ServerConfig) -> KVEventPublisher | None:
 
 async def _collect_when_idle(engine: Engine) -> None:
     """Collect garbage now and then, while nothing waits or runs."""
+    collector = IdleCollector()
     while True:
         await asyncio.sleep(IDLE_LOOK_S)
         statistics = engine.statistics()
         if statistics.num_running == 0 and statistics.num_waiting == 0:
-            collect_in_peace()
+            collector.look()
 
 
 def num_connections(runner: web.AppRunner) -> int:

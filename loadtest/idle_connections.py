@@ -1,9 +1,9 @@
 """What connections cost that say nothing: `python -m loadtest.idle_connections --url URL --pid PID`.
 
 Opens N keep-alive connections, each with one answered request behind it, and leaves them alone. Reports the
-server's memory per connection, its share of a core while they are idle, and how long a request on one of them
-takes; then closes them and reports what the memory fell back to. With --limit, exit status 1 if a connection
-costs more bytes than that, or the idle server more than 1 % of a core.
+server's memory per connection, its CPU time while it comes to rest, its share of a core when it has, and how
+long a request on one of them takes; then closes them and reports what the memory fell back to. With --limit,
+exit status 1 if a connection costs more bytes than that, or the idle server more than 1 % of a core.
 """
 
 import argparse
@@ -23,7 +23,9 @@ from loadtest.sender import allow_many_connections
 
 AT_ONCE = 64
 """Connections opened at the same time: the kernel's queue of those not accepted is short."""
-SETTLE_S = 3.0
+SETTLE_S = 35.0
+"""So long a server has to come to rest: its garbage collector looks at what is new, and when nothing new has
+come for twenty seconds, once at everything."""
 MAX_IDLE_SHARE = 0.01
 
 
@@ -33,6 +35,7 @@ class Cost:
 
     Args:
         bytes_each: Resident memory of the server, per connection; the kernel's own is not in it.
+        settling_cpu_s: CPU seconds while it came to rest after the last connection.
         idle_share: Of one core, while nothing is sent.
         request_ms: Of one request on an idle connection, the median of several.
         left_bytes: Resident memory above the beginning when all are closed.
@@ -40,6 +43,7 @@ class Cost:
 
     num_connections: int
     bytes_each: float
+    settling_cpu_s: float
     idle_share: float
     request_ms: float
     left_bytes: int
@@ -52,7 +56,7 @@ class IdleConnections:
         url: Of the server.
         pid: Of its process.
         path: Asked once on each connection.
-        settle_s: Seconds that the server has to come to rest before its memory is read.
+        settle_s: Seconds that the server has to come to rest before its memory is read, above 0.
     """
 
     def __init__(self, url: str, pid: int, *, path: str = "/live", settle_s: float = SETTLE_S) -> None:
@@ -72,7 +76,7 @@ class IdleConnections:
         await asyncio.sleep(self._settle_s)
         before = self._process.memory_info().rss
         connections = await self._open(num_connections)
-        await asyncio.sleep(self._settle_s)
+        settling_share = await measured_idle_share(self._process.pid, self._settle_s) / 100
         opened = self._process.memory_info().rss
         share = await measured_idle_share(self._process.pid, idle_s) / 100
         step = max(1, num_connections // 32)
@@ -82,6 +86,7 @@ class IdleConnections:
         return Cost(
             num_connections=num_connections,
             bytes_each=(opened - before) / num_connections,
+            settling_cpu_s=settling_share * self._settle_s,
             idle_share=share,
             request_ms=times_ms[len(times_ms) // 2],
             left_bytes=self._process.memory_info().rss - before,

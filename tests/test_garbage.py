@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncserve.garbage import collect_in_peace, settle_collector
+from asyncserve.garbage import OLD_BEFORE_FULL, QUIET_LOOKS, IdleCollector, settle_collector
 
 
 class Knot:
@@ -50,16 +50,43 @@ def test_garbage_that_outlived_a_young_collection_goes_when_nothing_runs() -> No
     ghosts = [weakref.ref(other)]
     del other, knot
     assert ghosts[0]() is not None
-    collect_in_peace()
+    IdleCollector().look()
     assert ghosts[0]() is None
 
 
-def test_nothing_is_collected_where_nothing_happened() -> None:
+@pytest.fixture
+def collections() -> Iterator[list[int]]:
+    """Generations that are collected from now on."""
+    seen: list[int] = []
+    note = lambda phase, info: seen.append(info["generation"]) if phase == "start" else None  # noqa: E731
     settle_collector()
-    seen: list[str] = []
-    gc.callbacks.append(lambda phase, _: seen.append(phase))
-    try:
-        collect_in_peace()
-    finally:
-        gc.callbacks.pop()
-    assert not seen
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+def test_what_was_looked_at_is_looked_at_again_only_now_and_then(collections: list[int]) -> None:
+    collector = IdleCollector()
+    for _ in range(OLD_BEFORE_FULL + 1):
+        gc.collect(0)
+        collector.look()
+    assert collections == [0, 1] * OLD_BEFORE_FULL + [0, 2]
+
+
+def test_all_is_looked_at_once_when_nothing_new_comes(collections: list[int]) -> None:
+    collector = IdleCollector()
+    gc.collect(0)
+    collector.look()
+    for _ in range(QUIET_LOOKS - 1):
+        collector.look()
+    assert collections == [0, 1]
+    for _ in range(3):
+        collector.look()
+    assert collections == [0, 1, 2]
+
+
+def test_nothing_is_collected_where_nothing_happened(collections: list[int]) -> None:
+    collector = IdleCollector()
+    for _ in range(QUIET_LOOKS + 1):
+        collector.look()
+    assert not collections

@@ -1,7 +1,7 @@
 """Streamed answers: outputs of the engine become server-sent events, written straight to the transport.
 
 No coroutine runs per token. Outputs come by `StreamSink.put`; texts of plain tokens come shorter still: the
-pipeline appends them, escaped, to `EventStream.texts` and calls `flush` when there are `flush_len` of them.
+pipeline appends them, escaped, to `EventStream.texts` and calls `flush` with the one that makes them enough.
 How many events go into one write is `write_pacing`'s business; the first and the last go at once. The handler
 only awaits `EventStream.ended`. A client that reads too slowly has its outputs merged until its connection
 drains; what else becomes of it is `slow_reader`'s business. In a long silence, before the first event too, a
@@ -267,9 +267,12 @@ class EventStream:
             self.failure = error
             self._begin()
 
-    def flush(self) -> None:
-        """Write the waiting texts, an event for each: the path of almost every token."""
+    def flush(self, text: bytes = b"") -> None:
+        """Write the waiting texts and one more, an event for each: the path of almost every token."""
+        texts = self.texts
         if self._held:
+            if text:
+                texts.append(text)
             self.write_events(())
             return
         transport = self._transport
@@ -278,13 +281,15 @@ class EventStream:
             self._finish(StreamEnd.FAILED)
             return
         self._num_quiet_ticks = 0
-        texts = self.texts
-        num_texts = len(texts)
-        if num_texts == 1:
-            body = texts.pop()
-        else:
+        if texts:
+            if text:
+                texts.append(text)
+            num_texts = len(texts)
             body = self._between.join(texts)
             texts.clear()
+        else:
+            num_texts = 1
+            body = text
         self._num_unsettled += num_texts
         transport.write(b"".join((self._heads[self._frame_len + len(body)], self._before, body, self._after)))
         if transport.get_write_buffer_size() > WRITE_HIGH_BYTES:

@@ -37,7 +37,7 @@ from asyncserve.loop.channel import Channel, first_ready
 from asyncserve.loop.deadlines import Deadlines
 from asyncserve.loop.detokenizer import Detokenizer
 from asyncserve.loop.grammar_cache import GrammarCache
-from asyncserve.loop.intake import STARTED_PER_TURN, Arrival, Intake
+from asyncserve.loop.intake import Arrival, Intake
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.restart_budget import WINDOW_S, RestartBudget
 from asyncserve.loop.scheduler import Scheduler, StepDeltas
@@ -54,14 +54,17 @@ logger = logging.getLogger(__name__)
 
 REOPEN_LIMIT_S = 1800.0
 """Seconds within which a lost device must be open again, its model loaded; then the engine gives up."""
-APPLIED_CAPACITY = 8
-"""Steps the detokenizer may be behind before it holds up the scheduler."""
+APPLIED_CAPACITY = 2
+"""Steps the detokenizer may be behind before it holds up the scheduler, which has supplied the device by
+then: more would only let tokens grow old, and their plans with them."""
+SCHEDULED_PER_TURN = 8
+"""Sequences that end, arrive or are admitted, after which the scheduler's stage gives way to the others."""
 SLICE_LEN = 32
 """Deltas handed to sinks in one iteration of the loop: about 0.2 ms of work with a socket write each."""
 PLAIN_SLICE_LEN = 512
 """Plain tokens that wait for a later write, in one iteration: about 0.1 ms."""
-ENDS_PER_SLICE = 8
-"""Ends of sequences in one iteration: each may wake a handler that writes a whole answer."""
+END_WEIGHT = 8
+"""The end of a sequence counts as so many deltas: it may wake a handler that writes a whole answer."""
 
 
 class Launched(NamedTuple):
@@ -338,13 +341,18 @@ class Pipeline:
                     await applied.put(steps.pop(0))
                 await self._reopen_device(lost, lost_by)
                 now_s = self._clock()
-            if any(len(step.deltas.deltas) >= STARTED_PER_TURN for step in steps):
-                await asyncio.sleep(0)  # many ends, perhaps: their blocks were this iteration's share
+            if any(len(step.deltas.deltas) >= SCHEDULED_PER_TURN for step in steps):
+                await asyncio.sleep(0)  # many ends, perhaps: those were this iteration's share
+            while scheduler.release_some():  # noqa: ASYNC110 - it waits for nobody, others have their turn
+                await asyncio.sleep(0)
             resumed.take_all()
-            for arrival in arrivals.take_all():
+            arrived = arrivals.take_all()
+            for arrival in arrived:
                 self._intake.note_taken(arrival)
                 if not arrival.active.has_ended:
                     self._add(arrival)
+            if len(arrived) >= SCHEDULED_PER_TURN:
+                await asyncio.sleep(0)
             began_s = self._clock()
             while (plan := scheduler.plan(now_s)) is not None:
                 plans.put_nowait(plan)
@@ -355,7 +363,7 @@ class Pipeline:
                 ended_s = self._clock()
                 observer.stage_ran("plan", plan.step_id, began_s, ended_s)
                 began_s = ended_s
-                if len(plan.admitted) >= STARTED_PER_TURN:
+                if len(plan.admitted) >= SCHEDULED_PER_TURN:
                     await asyncio.sleep(0)  # that was this iteration's share of the loop's time
                     began_s = self._clock()
             if self._cache_log is not None:
@@ -457,7 +465,7 @@ class Pipeline:
     async def _detokenize(self) -> None:
         """Applied steps → the sinks, a slice of sequences per iteration of the loop."""
         sequences, observer = self._sequences, self._observer
-        num_since_yield = num_ends = 0
+        num_since_yield = 0
         last_s = 0.0
         async for completion, (plain, plain_ids, deltas), now_s in self._applied:
             step_id, began_s = completion.plan.step_id, self._clock()
@@ -465,8 +473,8 @@ class Pipeline:
             gaps_s: list[float] = []
             for first in range(0, len(plain), PLAIN_SLICE_LEN):
                 end = first + PLAIN_SLICE_LEN
-                if first or num_since_yield == SLICE_LEN:
-                    num_since_yield = num_ends = 0
+                if first or num_since_yield >= SLICE_LEN:
+                    num_since_yield = 0
                     began_s = await self._give_way(step_id, began_s)
                 # Once per token of every stream: no call but those that write.
                 for state, token_id in zip(plain[first:end], plain_ids[first:end], strict=True):
@@ -484,26 +492,27 @@ class Pipeline:
                         if text is None and sequence.is_bare:
                             text = sequence.bare_text(token_id)
                         if text is not None:
-                            texts = sequence.texts
-                            if text:
-                                texts.append(text)
-                            if not text or len(texts) != sequence.lane.flush_len:  # type: ignore[union-attr]
+                            if not text:
                                 continue
-                            sequence.lane.flush()  # type: ignore[union-attr]
+                            texts, lane = sequence.texts, sequence.lane
+                            if len(texts) + 1 != lane.flush_len:  # type: ignore[union-attr]
+                                texts.append(text)
+                                continue
+                            lane.flush(text)  # type: ignore[union-attr]
                         else:
                             output = sequence.feed(TokenDelta(state.sequence_id, (token_id,)))
                             if output.finish_reason is not None:
                                 self._finish(sequence, output.finish_reason, tell_scheduler=True)
-                                num_ends += 1
+                                num_since_yield += END_WEIGHT
                     except Exception:
                         self._sink_raised(sequence.owner)
                     num_since_yield += 1
-                    if num_since_yield == SLICE_LEN or num_ends == ENDS_PER_SLICE:
-                        num_since_yield = num_ends = 0
+                    if num_since_yield >= SLICE_LEN:
+                        num_since_yield = 0
                         began_s = await self._give_way(step_id, began_s)
             for delta in deltas:
-                if num_since_yield == SLICE_LEN or num_ends == ENDS_PER_SLICE:
-                    num_since_yield = num_ends = 0
+                if num_since_yield >= SLICE_LEN:
+                    num_since_yield = 0
                     began_s = await self._give_way(step_id, began_s)
                 num_since_yield += 1
                 sequence = sequences.get(delta.sequence_id)
@@ -522,7 +531,7 @@ class Pipeline:
                     continue
                 if output.finish_reason is not None:
                     self._finish(sequence, output.finish_reason, tell_scheduler=delta.finish_reason is None)
-                    num_ends += 1
+                    num_since_yield += END_WEIGHT
             if num_alike:
                 gaps_s += [now_s - last_s] * num_alike
             last_s = now_s

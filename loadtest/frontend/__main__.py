@@ -20,13 +20,13 @@ from loadtest.frontend.whole import measure_whole
 DEMO_MODEL = Path("models/SmolLM2-135M-Instruct.Q4_1.gguf")
 PARTS = ("streaming", "loop", "scheduling", "baseline", "whole")
 LOOP_STREAMS = 256
-TOKENS_OF = {1: 4000, 16: 3000, 64: 1500, 256: 800, 1024: 400, 4096: 300}
+TOKENS_OF = {1: 4000, 16: 3000, 64: 1500, 256: 800, 1024: 400, 4096: 400}
 """Tokens of each stream, by the number of streams: enough for a second, and for all to stream at once."""
 
 
 def tokens_of(num_streams: int) -> int:
     """Return how many tokens each of so many streams gets."""
-    return next((tokens for number, tokens in TOKENS_OF.items() if number >= num_streams), 400)
+    return next((tokens for number, tokens in TOKENS_OF.items() if number >= num_streams), num_streams // 10)
 
 
 class Benchmark:
@@ -138,7 +138,7 @@ class Benchmark:
 
 
 def main() -> int:
-    """Measure; exit status 2 if something that is needed is not there."""
+    """Measure; exit status 2 if something that is needed is not there, or a round could not be measured."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.frontend", description=loadtest.frontend.__doc__
     )
@@ -166,13 +166,18 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 2
         benchmark = Benchmark(arguments, sockets)
-        benchmark.run(arguments.parts)
+        status = 0
+        try:
+            benchmark.run(arguments.parts)
+        except ConnectionError as error:
+            print(f"{error}; what was measured before:", file=sys.stderr)
+            status = 2
     results = benchmark.results
     print(results.as_markdown())
     if arguments.output is not None:
         arguments.output.with_suffix(".json").write_text(json.dumps(results.as_object(), indent=1) + "\n")
         arguments.output.with_suffix(".md").write_text(results.as_markdown())
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ strange answer, and it went into the book as well, between 3,118 lights on a Fri
 
 
 FILLING_STEP_S = 0.01
-"""How long a step takes while not every slot has a stream."""
+FILLING_STEP_PER_SLOT_S = 10e-6
+"""How long a step takes while not every slot has a stream: longer than the writing of its tokens, or the
+first streams would end before the last have begun."""
 
 
 class ReplayDevice:
@@ -55,6 +57,7 @@ class ReplayDevice:
         self._token_ids = num_copies * token_ids
         self._info = info
         self._step_s = step_s
+        self._filling_step_s = max(step_s, FILLING_STEP_S + FILLING_STEP_PER_SLOT_S * info.num_slots)
         self._pending: deque[tuple[StepPlan, asyncio.Future[StepOutput]]] = deque()
         self._next_end_s = 0.0
         self._is_filling = True
@@ -76,7 +79,7 @@ class ReplayDevice:
             self._is_filling = True
         if len(plan.sequences) == self._info.num_slots:
             self._is_filling = False
-        step_s = max(self._step_s, FILLING_STEP_S) if self._is_filling else self._step_s
+        step_s = self._filling_step_s if self._is_filling else self._step_s
         self._next_end_s = max(self._next_end_s, loop.time()) + step_s
         if self._next_end_s <= loop.time():
             loop.call_soon(self._finish)

@@ -83,6 +83,7 @@ class RoundObserver(NullObserver):
             self._figures["longest_callbacks_s"] = dict(longest[:5])
             self._times.clear()
         print(json.dumps(self._figures), flush=True)
+        self._figures = {}
 
     def request_rejected(self, error: Exception) -> None:
         """Tell of it: the round will not end."""

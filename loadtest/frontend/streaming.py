@@ -107,7 +107,7 @@ def measure(
     """Return so many rounds, after one that fills the caches.
 
     Raises:
-        ConnectionError: The server did not start, or a stream broke off.
+        ConnectionError: The server did not start, a stream broke off, or ended before all had begun.
     """
     options = ["--model", model, *setting.options, *(["--probes"] if probes else [])]
     measured = []
@@ -119,6 +119,10 @@ def measure(
         for turn in range(num_rounds + 1):
             seen = next_round(reader)
             figures = json.loads(process.stdout.readline())
+            if "cost" not in figures:
+                raise ConnectionError(
+                    f"of {setting.num_streams} streams some ended before all had begun: give each more tokens"
+                )
             if turn:
                 measured.append(Measured(figures, seen))
     return measured

@@ -369,9 +369,11 @@ def lane_of(sink: StreamSink) -> EventStream:
 def pass_texts(lane: EventStream, *texts: str) -> None:
     """Do with texts what the pipeline does."""
     for text in texts:
-        lane.texts.append(StreamSink.encode(text))
-        if len(lane.texts) == lane.flush_len:
-            lane.flush()
+        encoded = StreamSink.encode(text)
+        if len(lane.texts) + 1 == lane.flush_len:
+            lane.flush(encoded)
+        else:
+            lane.texts.append(encoded)
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])

@@ -8,6 +8,7 @@ import pytest
 from asyncserve.http import write_pacing
 from asyncserve.http.write_pacing import (
     JOIN_INTERVAL_S,
+    JOINED_WRITES_PER_S,
     JUDGED_TOKENS,
     NEVER,
     WRITES_PER_SLICE,
@@ -133,6 +134,25 @@ async def test_many_rests_that_end_together_are_written_in_slices() -> None:
         lens.append(len(written))
     assert max(after - before for before, after in pairwise(lens)) == WRITES_PER_SLICE
     assert written == [str(number) for number in range(100)]
+
+
+async def test_many_streams_rest_longer_so_that_writes_do_not_exceed_their_bound() -> None:
+    clock = Clock()
+    written: list[str] = []
+    pacer = loaded(clock)
+    num_due = int(JOIN_INTERVAL_S * JOINED_WRITES_PER_S)
+    for number in range(3 * num_due):
+        stream = Stream(pacer, str(number), written)
+        pacer.note_write(stream, 1)
+        stream.has_waiting = True
+    clock.now_s += JOIN_INTERVAL_S
+    await until(lambda: len(written) >= num_due)
+    for _ in range(10):
+        await asyncio.sleep(0.0005)
+    assert len(written) < 2 * num_due, "those behind rest longer"
+    clock.now_s += 2 * JOIN_INTERVAL_S
+    await until(lambda: len(written) == 3 * num_due)
+    assert written == [str(number) for number in range(3 * num_due)]
 
 
 async def test_stream_that_cannot_be_written_does_not_hold_up_the_others(

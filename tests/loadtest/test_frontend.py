@@ -111,3 +111,12 @@ def test_the_benchmark_measures_a_real_server_and_writes_its_figures(tmp_path: P
         assert row["num_streams"] == 4
         assert row["tokens_per_s"]["median"] > 0
     assert measured["streaming"][0]["bytes_per_event"] > 50
+
+
+@pytest.mark.slow
+def test_streams_that_end_before_all_have_begun_are_no_figures(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.frontend", "--model", str(demo_model_path())]
+    command += ["--streams", "128", "--tokens", "2", "--rounds", "1", "--parts", "streaming"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "before all had begun" in done.stderr

@@ -10,6 +10,7 @@ from asyncserve.errors import (
     PromptTooLong,
     StepFailed,
 )
+from asyncserve.loop import scheduler
 from asyncserve.loop.scheduler import MAX_ADMITTED, MAX_DEFERRED
 from asyncserve.observer import RequestTimeline
 from asyncserve.request import FinishReason
@@ -304,6 +305,45 @@ def test_slot_and_blocks_come_back_when_the_last_step_that_mentions_the_sequence
     plan = bench.must_plan()
     assert plan.released_slots == (0,)
     assert [assignment.slot for assignment in plan.admitted] == [0]
+
+
+def _many_that_end_together(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Return a bench in whose last step eight sequences of two blocks ended, three of them given back."""
+    monkeypatch.setattr(scheduler, "RELEASED_BLOCKS", 5)
+    bench = Bench(fake_info(num_slots=8, max_num_batched_tokens=64))
+    for number in range(8):
+        bench.add(prompt(5, 50 * number + 1), max_tokens=3)
+    for _ in range(3):
+        bench.step()
+    assert bench.statistics().num_running == 5
+    return bench
+
+
+def test_blocks_of_many_sequences_that_end_together_come_back_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = _many_that_end_together(monkeypatch)
+    assert bench.scheduler.release_some()
+    bench.scheduler.check()
+    assert (bench.statistics().num_running, bench.statistics().num_blocks_used) == (2, 4)
+    assert not bench.scheduler.release_some()
+    bench.check_nothing_leaked()
+
+
+def test_what_has_not_come_back_in_parts_does_so_with_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _many_that_end_together(monkeypatch)
+    for number in range(8):
+        bench.add(prompt(5, 50 * number + 1), max_tokens=1)
+    plan = bench.must_plan()
+    assert sorted(plan.released_slots) == list(range(8))
+    assert len(plan.admitted) == 8
+
+
+def test_a_lost_device_has_nothing_to_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _many_that_end_together(monkeypatch)
+    bench.lose_device()
+    assert not bench.scheduler.release_some()
+    bench.check_nothing_leaked()
 
 
 def test_an_abort_gives_slot_and_blocks_back_only_after_the_steps_in_flight() -> None:

@@ -27,10 +27,11 @@ class Lane:
         self.num_unsettled = 0
         self._fails = fails
 
-    def flush(self) -> None:
+    def flush(self, text: bytes) -> None:
         if self._fails:
             raise ZeroDivisionError
         self.num_flushes += 1
+        self.texts.append(text)
         self._take()
 
     def settle(self) -> int:
