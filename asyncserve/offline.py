@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from asyncserve.config import ServerConfig
 from asyncserve.errors import AsyncserveError, ConfigError, EngineStopped, InvalidRequest
-from asyncserve.garbage import collect_in_peace, settle_collector
+from asyncserve.garbage import IdleCollector, settle_collector
 from asyncserve.observer import EngineStatistics, Observer
 from asyncserve.request import (
     ChatPrompt,
@@ -117,6 +117,7 @@ class LLM:
             self.close()
             raise
         self._put_collector_back = settle_collector()
+        self._collector = IdleCollector()
 
     def generate(
         self,
@@ -241,7 +242,7 @@ class LLM:
                 )
             )
         completions = self._call(self._run(given, requests, progress=progress))
-        collect_in_peace()
+        self._collector.look()
         return completions
 
     async def _run(self, given: list[Any], requests: list[Request], *, progress: bool) -> list[Completion]:
