@@ -23,7 +23,7 @@ class _Event(msgspec.Struct, array_like=True, tag=True, gc=False):
     """Base of the events: the tag, which is the name of the class, comes first."""
 
 
-class BlockStored(_Event):
+class BlockStored(_Event, frozen=True):
     """Consecutive blocks can be found.
 
     Args:
@@ -53,7 +53,7 @@ class BlockStored(_Event):
     kv_cache_spec_sliding_window: int | None
 
 
-class BlockRemoved(_Event):
+class BlockRemoved(_Event, frozen=True):
     """Blocks cannot be found any more."""
 
     block_hashes: list[int]
@@ -61,7 +61,7 @@ class BlockRemoved(_Event):
     group_idx: int | None
 
 
-class AllBlocksCleared(_Event):
+class AllBlocksCleared(_Event, frozen=True):
     """No block can be found any more."""
 
 

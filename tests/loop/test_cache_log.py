@@ -144,3 +144,12 @@ def test_layers_of_another_block_length_hash_no_less_than_one_of_their_blocks() 
     mirror.check(allocator)
     tables = allocator.match_prefix(sequence_of(prompt))
     assert [len(table) for table in tables] == [64 * 128, 128]
+
+
+def test_windows_of_a_model_whose_full_attention_comes_later_do_not_look_behind_what_is_hashed() -> None:
+    spec = SlidingWindow(block_len=4, num_kv_heads=1, head_dim=1, dtype="float32", window_len=8)
+    groups = [KVGroup(group_id=0, spec=spec, layer_ids=(0,), num_blocks=2000), group(1, 2000)]
+    allocator, _ = logged(groups)
+    sequence = sequence_of(list(range(4001)), num_groups=2)
+    assert allocator.match_prefix(sequence) == [[], []]
+    assert len(sequence.block_digests) == _LEAST_HASHED
