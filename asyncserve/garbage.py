@@ -50,7 +50,7 @@ class IdleCollector:
         self._num_quiet = 0
 
     def look(self) -> None:
-        """Collect if there is reason to; to be called when nothing runs, every ten seconds or so in a server."""
+        """Collect if there is reason to; to be called when nothing runs, in a server every ten seconds."""
         _, num_young, num_middle = gc.get_count()
         self._num_quiet = 0 if num_young else self._num_quiet + 1
         if num_middle >= OLD_BEFORE_FULL or (num_middle and self._num_quiet >= QUIET_LOOKS):

@@ -19,7 +19,7 @@ MEDIUM = "GPU"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
-class _Event(msgspec.Struct, array_like=True, tag=True, gc=False):
+class _Event(msgspec.Struct, array_like=True, tag=True, gc=False, frozen=True):
     """Base of the events: the tag, which is the name of the class, comes first."""
 
 
