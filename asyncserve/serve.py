@@ -337,9 +337,9 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         model_names[0], GENERATING_ROUTES, lambda: num_connections(runner), lambda: bound.num_refused
     )
     registry.register(traffic)
-    close_tracing = await asyncio.to_thread(start_tracing, config, observer, registry)
+    closers = await asyncio.to_thread(start_tracing, config, observer, registry)
     if publisher is not None:
-        close_tracing.append(publisher.close)
+        closers.append(publisher.close)
 
     app = build_http(
         config,
@@ -400,7 +400,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         await stop_serving(engine, runner, now=now)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S if now else None):
-                await asyncio.gather(*(asyncio.to_thread(close) for close in close_tracing))
+                await asyncio.gather(*(asyncio.to_thread(close) for close in closers))
         stop_requests.uninstall()
         if now:
             # A thread may still encode a huge prompt: an orderly exit would wait for it. Clients were told.

@@ -21,8 +21,9 @@ Host blocks are in `1 … num_host_blocks - 1`; of one plan's stores no two go t
 when they are given to a slot, from a host block that was stored before and not lost with a failed step.
 
 Within one plan the device applies, in this order: releases, admissions, block appends, block stores, block
-loads, the step itself, block copies.
-Within the step each layer writes the K and V of *all* its tokens before any sequence attends, so a
+loads, the forward pass, block copies, sampling; and at last rows of beam searches take the tokens and blocks
+of those they go on from.
+Within the forward pass each layer writes the K and V of *all* its tokens before any sequence attends, so a
 sequence may read blocks that another sequence of the same plan fills.
 """
 

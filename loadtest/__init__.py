@@ -13,8 +13,10 @@ and takes times), `replay_server` and `ceiling` (what the client could take at m
 `loadtest.kv_use` counts how full the blocks of the KV cache are, and what is saved by sharing them;
 `loadtest.gpu` measures everything on a GPU, without a server being there: model shapes with random weights;
 `loadtest.kernels`, `loadtest.linears`, `loadtest.attention` and `loadtest.sampling` measure kernels alone;
+`loadtest.host_tier` measures what the host's memory for KV blocks, and a prefix cache, cost and save;
 `loadtest.accuracy` holds what a model says on a GPU against what it says on a CPU, `loadtest.cache_accuracy`
 what it says with a KV cache of fewer bits against what it says with its own. They share `figures` (what is
 kept, and said of the machine), `server_process` (a server that they start), `metrics_page` (its /metrics,
-read), `model_shapes` (sizes of the models in `shapes/`) and `kernel_benchmark`.
+read), `model_shapes` (sizes of the models in `shapes/`), `engine_options` (`--option`) and
+`kernel_benchmark`.
 """

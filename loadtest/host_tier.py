@@ -10,7 +10,6 @@ several repeats. Weights are random: times do not depend on them.
 """
 
 import argparse
-import ast
 import gc
 import json
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from asyncserve import LLM, SamplingParams
 from asyncserve.checkpoint import open_checkpoint
 from loadtest import figures
+from loadtest.engine_options import read_option
 from loadtest.figures import Row, Rows
 from loadtest.gpu.vocabulary import write_tokenizer
 from loadtest.model_shapes import Shape, known_shapes
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         (shape,) = known_shapes([arguments.shape])
-        further = dict(map(_option, arguments.option))
+        further = dict(map(read_option, arguments.option))
     except ValueError as error:
         print(f"loadtest.host_tier: error: {error}", file=sys.stderr)
         return 2
@@ -285,16 +285,6 @@ def _random(shape: Shape, count: int, length: int, seed: str) -> list[list[int]]
         count, input_len=length, output_len=1, vocab_size=shape.vocab_size, seed=f"{shape.name} {seed}"
     )
     return [list(sample.prompt) for sample in samples if not isinstance(sample.prompt, str)]
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ValueError(f"{text!r} is no NAME=VALUE")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 if __name__ == "__main__":

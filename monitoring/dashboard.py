@@ -274,8 +274,9 @@ def _kv_cache() -> Iterator[Panel]:
     )
     yield lines(
         "Preemptions and pauses",
-        "Preemptions: sequences that lost their place for lack of blocks, and are computed again. Pauses:"
-        " sequences that gave it up as their client does not read.",
+        "Preemptions: sequences that lost their place for lack of blocks. Pauses: sequences that gave it up"
+        " as their client does not read. Of both, those kept on the host come back from there; the others"
+        " are computed again.",
         [
             _rate("num_preemptions_total", "preemptions"),
             _rate("num_pauses_total", "pauses"),

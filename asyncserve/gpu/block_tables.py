@@ -1,8 +1,9 @@
 """Block tables of the running sequences, one table per KV group, and the slot mapping made from them.
 
 Takes the plan's appends, gives the step's rows: whole, or what of them the device's own copy of the tables
-lacks. The tables are kept on the host, where only the plan changes them. Changed only by `runner`, in plan
-order. Knows no reference counts: that is `loop/kv_pool.py`.
+lacks. The tables are kept on the host. Changed only by `runner`, in plan order: by the plan, and where the
+device has no tables of its own by what beam searches choose. Knows no reference counts: that is
+`loop/kv_pool.py`.
 """
 
 from collections.abc import Sequence

@@ -24,8 +24,6 @@ from asyncserve.kv_spec import FullAttention, KVGroup, KVSpec, RecurrentState
 
 _COPY_BYTES = 64 * 1024 * 1024
 """Most bytes of blocks that are on their way at once, unless those of one storage are more."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Dtypes that every device copies elements of so many bytes in, whatever they mean."""
 
 
 class KVCache:
@@ -125,11 +123,8 @@ class KVCache:
             sources: `[num] int64`, block ids, on the cache's device.
             targets: As `sources`, distinct.
         """
-        bits = self._storages.view(_BITS[self._storages.element_size()])
         num_bytes = len(sources) * self.groups[0].spec.bytes_per_block
-        num_at_once = max(1, _COPY_BYTES // num_bytes)
-        for first in range(0, len(bits), num_at_once):
-            storages = bits[first : first + num_at_once]
+        for storages in as_bytes(self._storages).split(max(1, _COPY_BYTES // num_bytes)):
             storages.index_copy_(2, targets, storages.index_select(2, sources))
 
 

@@ -5,8 +5,8 @@ the changes to the persistent rows, and holds only what every request needs: a f
 plan and one call at a named point. Runs on the device thread. Knows no request, asyncio or text.
 
 Invariants:
-* rows change in plan order: releases, admissions, block appends, stores, loads, then the step, then block
-  copies;
+* rows change in plan order: releases, admissions, block appends, stores, loads, then the forward pass, block
+  copies, sampled tokens, and what rows of beam searches inherit;
 * these changes are made even if the step then fails, so that the plans queued behind it stay valid;
 * a position is attended only after it was written since its block was handed out, unless the backend reads
   what is unwritten: then the block is zeroed first;

@@ -147,9 +147,9 @@ class Admission:
         vocab_size: Every token id is below it.
         max_sequence_len: Most tokens of one sequence, by the model's context and the KV pool.
         check_admissible: Given prompt and output length, raises `PromptTooLong` if they can never fit.
+            Nothing further on checks lengths again.
         check_search: Given the rows of a beam search, prompt and output length, raises `InvalidRequest` if
             they can never run together.
-            Nothing further on checks lengths again.
     """
 
     tokenizer: Tokenizer

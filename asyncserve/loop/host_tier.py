@@ -100,7 +100,7 @@ class HostTier:
 
     @property
     def num_used(self) -> int:
-        """Host blocks that swapped sequences hold."""
+        """Host blocks that swapped sequences hold, or that the next plan loads."""
         return self._pool.num_usable - self._pool.num_free
 
     @property
@@ -272,10 +272,7 @@ class HostTier:
         """
         held = [swapped.host_blocks for swapped in self._swapped.values()]
         self._pool.check([*held, [transfer.host_block for transfer in self._loads]])
-        if (
-            sum(map(len, held))
-            and len({block for blocks in held for block in blocks}) > self._num_swap_blocks
-        ):
+        if len({block for blocks in held for block in blocks}) > self._num_swap_blocks:
             raise InvariantError("swapped sequences hold more host blocks than they may")
         if any(not 0 < host_block <= self._pool.num_usable for host_block in self._stores):
             raise InvariantError("a store goes to a host block that does not exist")

@@ -90,6 +90,10 @@ class FullAttentionManager:
         """
         return self.spec.blocks_for(num_tokens)
 
+    def num_partial(self, num_tokens: int) -> int:
+        """Return how many blocks of so many tokens the next one may write: those not full; a state, all."""
+        return self.spec.blocks_for(num_tokens) - num_tokens // self.block_len
+
 
 class SlidingWindowManager(FullAttentionManager):
     """Blocks of one group of window layers: those that the window has passed are given back."""
@@ -389,10 +393,7 @@ class KVAllocator:
         """
         num_tokens = leader.num_computed_tokens
         writes = len(branch.token_ids) + 1 < branch.max_len
-        num_own = [
-            manager.spec.blocks_for(num_tokens) - num_tokens // manager.block_len if writes else 0
-            for manager in self._managers
-        ]
+        num_own = [manager.num_partial(num_tokens) if writes else 0 for manager in self._managers]
         if any(num_own) and sum(num_own) + num_spare > self.pool.num_free:
             return None
         copies: list[BlockCopy] = []
@@ -415,10 +416,7 @@ class KVAllocator:
 
     def fork_cost(self, num_tokens: int) -> int:
         """Return how many blocks a branch that writes has for itself, of so many computed tokens."""
-        return sum(
-            manager.spec.blocks_for(num_tokens) - num_tokens // manager.block_len
-            for manager in self._managers
-        )
+        return sum(manager.num_partial(num_tokens) for manager in self._managers)
 
     def inherit(self, rows: Sequence[SequenceState], parents: Sequence[int], num_tokens: int) -> None:
         """Let rows of a beam search hold the full blocks of others in place of their own, all at once.
@@ -639,7 +637,8 @@ class KVAllocator:
             num_slots = num_unused = 0
             if manager in self._growing_managers:
                 num_slots = num_used * block_len
-                # Blocks that are shared are full, so those behind a sequence's end are its own.
+                # Blocks that are shared are full, so those behind a sequence's end are its own; but for a
+                # branch that writes nothing, which is gone after a step.
                 num_unused = sum(
                     max(0, len(each.block_table.block_ids[group_id]) * block_len - each.num_computed_tokens)
                     for each in sequences

@@ -8,7 +8,6 @@ done, 1 if not, 2 for a wrong option.
 """
 
 import argparse
-import ast
 import datetime
 import json
 import shlex
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loadtest import figures
+from loadtest.engine_options import read_option
 from loadtest.gpu import parts
 from loadtest.gpu.extent import ALL_MEASUREMENTS, FULL, MEASUREMENTS, QUICK
 from loadtest.gpu.parts import Job, Part
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         shapes = known_shapes(arguments.shape)
-        further = dict(map(_option, arguments.option))
+        further = dict(map(read_option, arguments.option))
         chosen = _chosen(arguments, shapes)
     except ValueError as error:
         print(f"loadtest.gpu: error: {error}", file=sys.stderr)
@@ -122,16 +122,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows-to", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--tokenizers", type=Path, default=None, help=argparse.SUPPRESS)
     return parser
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ValueError(f"{text!r} is no NAME=VALUE")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def _chosen(arguments: argparse.Namespace, shapes: Sequence[Shape]) -> list[Part]:

@@ -22,7 +22,7 @@ def test_every_way_is_measured_and_finds_what_it_says(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())["rows"]
     swaps = [row for row in rows if row["kind"] == "swap"]
     assert [row["context_len"] for row in swaps] == [16, 40]
-    assert [row["num_bytes"] for row in swaps] == [each * shape.kv_bytes_per_token * 2 for each in (16, 40)]
+    assert [row["num_bytes"] for row in swaps] == [each * shape.kv_bytes_per_token(4) for each in (16, 40)]
     assert all(row[name] > 0 for row in swaps for name in ("recompute_ms", "store_ms", "load_ms"))
     found = {
         row["way"]: (row["hit_share"], row["host_hit_tokens"]) for row in rows if row["kind"] == "prefixes"
