@@ -124,7 +124,7 @@ class KVCache:
             targets: As `sources`, distinct.
         """
         num_bytes = len(sources) * self.groups[0].spec.bytes_per_block
-        for storages in as_bytes(self._storages).split(max(1, _COPY_BYTES // num_bytes)):
+        for storages in torch.split(as_bytes(self._storages), max(1, _COPY_BYTES // num_bytes)):
             storages.index_copy_(2, targets, storages.index_select(2, sources))
 
 
