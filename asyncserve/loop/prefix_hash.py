@@ -9,25 +9,10 @@ one of the seed: what vLLM computes as `sha256_cbor`, so that replicas, and rout
 themselves, agree if their seeds do.
 """
 
-import functools
 from array import array
 from hashlib import sha256
 
 import cbor2
-
-
-class _Encodings(dict[int, bytes]):
-    """The encoding of each token id met so far: to encode them anew is most of what a digest costs."""
-
-    def __missing__(self, token_id: int) -> bytes:
-        encoded = self[token_id] = cbor2.dumps(token_id)
-        return encoded
-
-
-_encoding_of = _Encodings().__getitem__
-_NO_KEYS = cbor2.dumps(None)
-_BEFORE_PARENT = cbor2.dumps([b"", None, None])[:1] + cbor2.dumps(bytes(32))[:-32]
-"""What an array of three that begins with 32 bytes begins with."""
 
 
 def root_digest(seed: str) -> bytes:
@@ -43,16 +28,9 @@ def block_digest(parent: bytes, token_ids: "array[int]", cache_salt: str | None 
         token_ids: What it holds.
         cache_salt: Of the sequence, if the block is its first.
     """
-    extra_keys = _NO_KEYS if cache_salt is None else cbor2.dumps((_salt_key(cache_salt),))
-    # Integers, byte strings and arrays have one encoding each, unless asked otherwise: parts can be joined.
-    tokens = map(_encoding_of, token_ids)
-    return sha256(b"".join((_BEFORE_PARENT, parent, _head(len(token_ids)), *tokens, extra_keys))).digest()
-
-
-@functools.cache
-def _head(num_tokens: int) -> bytes:
-    """Return how an array of so many begins: zeros take a byte each behind it."""
-    return cbor2.dumps([0] * num_tokens)[:-num_tokens]
+    extra_keys = None if cache_salt is None else (_salt_key(cache_salt),)
+    # Integers, byte strings and arrays have one encoding each, unless asked otherwise.
+    return sha256(cbor2.dumps((parent, token_ids.tolist(), extra_keys))).digest()
 
 
 def _salt_key(cache_salt: str) -> str | bytes:
