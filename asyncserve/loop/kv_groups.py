@@ -269,6 +269,23 @@ class KVAllocator:
             return 0
         return (len(sequence.token_ids) - 1) // self.block_len
 
+    def fills_next(self, other: SequenceState, sequence: SequenceState) -> bool:
+        """Return whether the block that another sequence is to fill next is one of this sequence's own prefix.
+
+        It must know that many tokens. Digests are computed in doubled steps, as far as both are alike.
+        """
+        num_blocks = other.num_registered_blocks + 1
+        if num_blocks * self.block_len > len(other.token_ids):
+            return False
+        self.hash_blocks(other, num_blocks)
+        num_alike = 0
+        while num_alike < num_blocks:
+            num_alike = min(num_blocks, max(1, 2 * num_alike, len(sequence.block_digests)))
+            self.hash_blocks(sequence, num_alike)
+            if sequence.block_digests[num_alike - 1] != other.block_digests[num_alike - 1]:
+                return False
+        return True
+
     def match_prefix(self, sequence: SequenceState) -> list[list[int]]:
         """Return, per group, the table of the longest prefix that is cached in all of them.
 

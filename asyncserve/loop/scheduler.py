@@ -1099,17 +1099,12 @@ class Scheduler:
         max_blocks = self._allocator.reusable_blocks(sequence)
         if max_blocks == 0:
             return False
-        self._allocator.hash_blocks(sequence, max_blocks)
-        for other, _ in draft.prefills:
-            next_block = other.num_registered_blocks
-            if (
-                next_block < max_blocks
-                and next_block < len(other.block_digests)
-                and other.order < sequence.order
-                and other.block_digests[next_block] == sequence.block_digests[next_block]
-            ):
-                return True
-        return False
+        return any(
+            other.num_registered_blocks < max_blocks
+            and other.order < sequence.order
+            and self._allocator.fills_next(other, sequence)
+            for other, _ in draft.prefills
+        )
 
     def _enter_slot(
         self, draft: _Draft, sequence: SequenceState, now_s: float, *, is_branch: bool = False

@@ -439,6 +439,14 @@ def test_a_sequence_that_waits_for_a_prefix_lets_others_pass() -> None:
     assert [delta.sequence_id for delta in deltas] == [2]
 
 
+def test_a_long_prompt_is_not_hashed_whole_when_it_is_admitted() -> None:
+    bench = Bench(fake_info(max_num_batched_tokens=64, num_blocks=3000, max_model_len=5000))
+    for first in (0, 1):
+        bench.add(prompt(4000, first), max_tokens=1)
+    bench.step()
+    assert all(len(each.block_digests) <= 64 for each in bench.scheduler._sequences.values())
+
+
 def test_the_search_for_one_that_need_not_wait_for_a_prefix_is_bounded() -> None:
     bench = Bench(fake_info(max_num_batched_tokens=16, num_blocks=200))
     for _ in range(MAX_DEFERRED + 1):
