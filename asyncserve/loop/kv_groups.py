@@ -270,7 +270,7 @@ class KVAllocator:
         return (len(sequence.token_ids) - 1) // self.block_len
 
     def fills_next(self, other: SequenceState, sequence: SequenceState) -> bool:
-        """Return whether the block that another sequence is to fill next is one of this sequence's own prefix.
+        """Return whether the block that another sequence fills next is one of this sequence's own prefix.
 
         It must know that many tokens. Digests are computed in doubled steps, as far as both are alike.
         """
