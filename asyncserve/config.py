@@ -61,7 +61,7 @@ class ServerConfig:
     """Most tokens computed in one step. Default: 8192 on a GPU, 512 on a CPU, and without
     --enable-chunked-prefill at least the longest prompt."""
     block_size: int = 16
-    """Tokens per KV block."""
+    """Tokens per KV block; a multiple of it in layers that differ from others in bytes per token."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Data type of the KV cache; auto takes that of the model. fp8 is fp8_e4m3: half the memory of
     bfloat16, with the checkpoint's scales if it has any."""

@@ -49,6 +49,25 @@ class ChannelStatistics:
 
 
 @dataclass(slots=True, kw_only=True)
+class KVGroupStatistics:
+    """What one KV group has of the pool that all share.
+
+    Args:
+        group_id: Its index in `ExecutorInfo.kv_groups`.
+        num_blocks_used: Blocks held by a sequence.
+        num_blocks_cached: Free blocks whose content can still be reused.
+        num_slots: Tokens that the used blocks have room for; 0 for a group that keeps states.
+        num_slots_unused: Of those, the ones behind the last token of a sequence: allocated, and empty.
+    """
+
+    group_id: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_slots: int
+    num_slots_unused: int
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineStatistics:
     """State of the engine at one moment, read when metrics are scraped.
 
@@ -62,6 +81,8 @@ class EngineStatistics:
         num_blocks: Usable blocks of the pool.
         num_blocks_used: Blocks held by a sequence.
         num_blocks_cached: Free blocks whose content can still be reused.
+        num_window_blocks_freed: Blocks that running sequences let go of, because a window had passed them.
+        kv_groups: What each KV group has of them.
         num_unapplied_steps: Steps submitted and not applied.
         prefix_cache_queries: Prompt tokens looked up so far.
         prefix_cache_hits: Of those, tokens found.
@@ -87,6 +108,8 @@ class EngineStatistics:
     num_blocks: int = 0
     num_blocks_used: int = 0
     num_blocks_cached: int = 0
+    num_window_blocks_freed: int = 0
+    kv_groups: Sequence[KVGroupStatistics] = field(default_factory=tuple)
     num_unapplied_steps: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

@@ -230,6 +230,26 @@ def _kv_cache() -> Iterator[Panel]:
         stacked=True,
     )
     yield lines(
+        "KV blocks by group",
+        "Layers that keep everything, a window or a state are groups that share the pool.",
+        [_gauge("kv_group_blocks", "{{group}} {{state}}", by="group, state")],
+        unit="short",
+        stacked=True,
+    )
+    yield lines(
+        "Allocated KV slots",
+        "Token slots of used blocks. Unused ones lie behind the last token of a sequence.",
+        [_gauge("kv_allocated_slots", "{{state}}", by="state")],
+        unit="short",
+        stacked=True,
+    )
+    yield lines(
+        "KV blocks passed by windows",
+        "Given back by running sequences; none if no layer has a sliding window.",
+        [_rate("kv_window_blocks_freed_total", "given back")],
+        unit="short",
+    )
+    yield lines(
         "Prefix cache hits",
         "Of the prompt tokens looked up, the share that was found.",
         [

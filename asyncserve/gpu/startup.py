@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -393,7 +394,7 @@ def _describe_groups(groups: Sequence[KVGroup]) -> str:
     """Return what the blocks hold, for people."""
     if len(groups) == 1 and not isinstance(groups[0].spec, RecurrentState):
         return f"{groups[0].spec.block_len} tokens"
-    parts = []
+    parts: list[str] = []
     for group in groups:
         layers = f"{len(group.layer_ids)} layer{'s' if len(group.layer_ids) > 1 else ''}"
         if isinstance(group.spec, RecurrentState):
@@ -404,7 +405,8 @@ def _describe_groups(groups: Sequence[KVGroup]) -> str:
             )
         else:
             parts.append(f"{group.spec.block_len} tokens in {layers}")
-    return " or ".join(parts)
+    counts = Counter(parts)
+    return " or ".join(f"{part} ({num} groups)" if num > 1 else part for part, num in counts.items())
 
 
 def size_pool(

@@ -11,8 +11,8 @@ of `tools` and `prompt_messages`), `parsers` (the model's text to reasoning, con
 `generation` (submit, wait, abort; `caller` says for whom and until when), `sse` (streamed output straight to
 the transport; `write_pacing` says when, `slow_reader` what becomes of who does not read), `logprobs` (token
 texts and scores as JSON values), `render` (calls that stop before the engine), `tokenization` (/tokenize,
-/detokenize), `status` (health, load, models, versions, metrics), `openapi` (/openapi.json, /docs and
-docs/api.md), `live_page` (the page at /, and what it shows of the engine), `refusals` (endpoints there will
-not be), `batch_file` (requests and answers in files), `failures` (exception to OpenAI's or Anthropic's error
-object). `serving` is what all handlers share.
+/detokenize), `status` (health, load, models, versions, metrics; `kv_ledger` accounts for the KV cache),
+`openapi` (/openapi.json, /docs and docs/api.md), `live_page` (the page at /, and what it shows of the
+engine), `refusals` (endpoints there will not be), `batch_file` (requests and answers in files), `failures`
+(exception to OpenAI's or Anthropic's error object). `serving` is what all handlers share.
 """

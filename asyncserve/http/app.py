@@ -184,6 +184,7 @@ def build_app(
             web.get("/ready", status.ready),
             web.get("/version", status.version),
             web.get("/load", status.load),
+            web.get("/kv_cache", status.kv_cache),
             web.get("/server_info", status.server_info),
             web.get("/tokenizer_info", status.tokenizer_info),
             web.get("/metrics", status.metrics),

@@ -15,6 +15,7 @@ from aiohttp import web
 import asyncserve
 from asyncserve.errors import EngineStopped, NotReady, UnknownModel
 from asyncserve.http.failures import speaks_anthropic
+from asyncserve.http.kv_ledger import kv_ledger
 from asyncserve.http.serving import SERVING, Serving
 from asyncserve.kv_spec import RecurrentState, pool_bytes_per_block
 from asyncserve.metrics.exposition import CONTENT_TYPE
@@ -92,6 +93,12 @@ async def load(request: web.Request) -> web.Response:
             "kv_cache_usage": statistics.num_blocks_used / num_blocks if num_blocks else 0.0,
         }
     )
+
+
+async def kv_cache(request: web.Request) -> web.Response:
+    """Answer /kv_cache: the memory ledger of the KV cache."""
+    engine = request.app[SERVING].engine
+    return _json(kv_ledger(engine.info, engine.statistics()))
 
 
 async def server_info(request: web.Request) -> web.Response:

@@ -21,6 +21,7 @@ from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
+from asyncserve.observer import KVGroupStatistics
 
 _LEAST_HASHED = 64
 """Aligned blocks of a prompt that are hashed at once: 0.1 ms."""
@@ -368,11 +369,13 @@ class KVAllocator:
             The new blocks by group; None, and no change, if there are too few.
         """
         table = sequence.block_table
-        growing = [
-            manager
-            for manager in self._growing_managers
-            if len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
-        ]
+        growing = self._growing_managers
+        if self.num_groups > 1:
+            growing = tuple(
+                manager
+                for manager in growing
+                if len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
+            )
         if len(growing) > self.pool.num_free:
             return None
         new_ids: list[list[int]] = [[] for _ in self._managers]
@@ -391,16 +394,17 @@ class KVAllocator:
         if num_full <= num_registered:
             return
         self.hash_blocks(sequence, num_full)
+        register = self.pool.register
         for manager in self._managers:
-            block_ids = sequence.block_table.block_ids[manager.group_id]
             step = manager.digests_per_block
-            new = []
-            for block_idx in range(num_registered // step, num_full // step):
-                block_id = block_ids[block_idx]
-                if block_id != NULL_BLOCK and self.pool.register(
-                    block_id, sequence.block_digests[(block_idx + 1) * step - 1]
-                ):
-                    new.append(block_idx)
+            first, end = num_registered // step, num_full // step
+            block_ids = sequence.block_table.block_ids[manager.group_id][first:end]
+            digests = sequence.block_digests[(first + 1) * step - 1 : end * step : step]
+            new = [
+                block_idx
+                for block_idx, block_id, digest in zip(range(first, end), block_ids, digests, strict=True)
+                if block_id != NULL_BLOCK and register(block_id, digest)
+            ]
             if new and self._cache_log is not None:
                 self._log_stored(self._cache_log, manager, sequence, new)
         sequence.num_registered_blocks = num_full
@@ -475,6 +479,31 @@ class KVAllocator:
         for block_ids, num_null in zip(table.block_ids, table.num_null, strict=True):
             self.pool.release(block_ids[num_null:] if num_null else block_ids)
 
+    def group_statistics(self, sequences: Sequence[SequenceState]) -> list[KVGroupStatistics]:
+        """Return what each group has of the pool, given the sequences that hold a slot."""
+        groups = []
+        for manager in self._managers:
+            group_id, block_len = manager.group_id, manager.block_len
+            num_used = self.pool.num_used_by(group_id)
+            num_slots = num_unused = 0
+            if manager in self._growing_managers:
+                num_slots = num_used * block_len
+                # Blocks that are shared are full, so those behind a sequence's end are its own.
+                num_unused = sum(
+                    max(0, len(each.block_table.block_ids[group_id]) * block_len - each.num_computed_tokens)
+                    for each in sequences
+                )
+            groups.append(
+                KVGroupStatistics(
+                    group_id=group_id,
+                    num_blocks_used=num_used,
+                    num_blocks_cached=self.pool.num_cached_of(group_id),
+                    num_slots=num_slots,
+                    num_slots_unused=num_unused,
+                )
+            )
+        return groups
+
     def check(self, sequences: Iterable[SequenceState]) -> None:
         """Verify the pool against the tables of the sequences that hold a slot.
 
@@ -526,6 +555,9 @@ class KVAllocator:
 
     def _note_covered(self, sequence: SequenceState) -> None:
         table = sequence.block_table
+        if self.num_groups == 1:
+            table.covered_len = len(table.block_ids[0]) * self._managers[0].block_len
+            return
         table.covered_len = min(
             len(block_ids) * manager.block_len
             for manager, block_ids in zip(self._managers, table.block_ids, strict=True)

@@ -115,14 +115,17 @@ class KVBlockPool:
         block.ref_count += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back one hold of each block of a sequence, listed from its beginning to its end.
+        """Give back one hold of each block that a sequence has in one group, listed from its beginning on.
 
         The end becomes free first, hence is evicted first: a prefix is of use without its continuation, not
         the other way round. Blocks without reusable content go to the front of the queue.
         """
+        if not block_ids:
+            return
         blocks, ring = self._blocks, self._ring
-        num_used, num_cached = self._num_used, self._num_cached
+        group_id = blocks[block_ids[0]].group_id
         last = ring.previous
+        num_freed = num_cached = 0
         # Sequences that end together have thousands of blocks: links are made here, not by calls.
         for block_id in reversed(block_ids):
             block = blocks[block_id]
@@ -133,19 +136,21 @@ class KVBlockPool:
             block.ref_count = ref_count - 1
             if ref_count > 1:
                 continue
-            num_used[block.group_id] -= 1
+            num_freed += 1
             if block.digest is not None:
                 block.previous = last
                 last.next = block
                 last = block
-                self._num_free += 1
-                num_cached[block.group_id] += 1
+                num_cached += 1
             else:
                 if last is ring:
                     last = block
                 self._link_first(block)
         last.next = ring
         ring.previous = last
+        self._num_free += num_cached
+        self._num_used[group_id] -= num_freed
+        self._num_cached[group_id] += num_cached
 
     def register(self, block_id: int, digest: bytes) -> bool:
         """Note the content of a held block; the first block with that content stays the one found.
@@ -241,10 +246,12 @@ class KVBlockPool:
         block.previous, block.next = previous, following
         previous.next = following.previous = block
         self._num_free += 1
-        self._num_cached[block.group_id] += block.digest is not None
+        if block.digest is not None:
+            self._num_cached[block.group_id] += 1
 
     def _unlink(self, block: KVBlock) -> None:
         block.previous.next = block.next
         block.next.previous = block.previous
         self._num_free -= 1
-        self._num_cached[block.group_id] -= block.digest is not None
+        if block.digest is not None:
+            self._num_cached[block.group_id] -= 1

@@ -193,6 +193,7 @@ class Scheduler:
         self._num_failed_sequences = 0
         self._num_preemptions = 0
         self._num_pauses = 0
+        self._num_window_blocks_freed_earlier = 0  # before the device was lost
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
@@ -464,6 +465,7 @@ class Scheduler:
         self._in_flight.clear()
         self._last_applied_step_id = self._next_step_id - 1
         self._decoding, self._prefilling = [], []
+        self._num_window_blocks_freed_earlier += self._allocator.num_window_blocks_freed
         self._allocator = self._make_allocator()
         if self._cache_log is not None:
             self._cache_log.cleared()
@@ -488,6 +490,11 @@ class Scheduler:
         statistics.num_blocks = self._allocator.num_usable
         statistics.num_blocks_used = self._allocator.num_used
         statistics.num_blocks_cached = self._allocator.num_cached
+        freed_earlier = self._num_window_blocks_freed_earlier
+        statistics.num_window_blocks_freed = freed_earlier + self._allocator.num_window_blocks_freed
+        statistics.kv_groups = self._allocator.group_statistics(
+            [sequence for sequence in self._slot_holders if sequence is not None]
+        )
         statistics.num_unapplied_steps = len(self._in_flight)
         statistics.prefix_cache_queries = self._prefix_cache_queries
         statistics.prefix_cache_hits = self._prefix_cache_hits

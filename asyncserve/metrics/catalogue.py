@@ -270,6 +270,24 @@ METRICS: tuple[MetricDefinition, ...] = (
         "KV blocks: used by a sequence, cached (free, content reusable) or free.",
         ("state",),
     ),
+    _gauge(
+        "kv_group_blocks",
+        "blocks",
+        "KV blocks of each group of layers: used by a sequence, or cached. Free ones are any group's.",
+        ("group", "state"),
+    ),
+    _gauge(
+        "kv_allocated_slots",
+        "tokens",
+        "Token slots of used KV blocks, in all groups: filled, or unused (behind a sequence's last token).",
+        ("state",),
+    ),
+    _counter(
+        "kv_window_blocks_freed_total",
+        "blocks",
+        "KV blocks that running sequences gave back, since a sliding window had passed them.",
+        Source.COLLECTOR,
+    ),
     _gauge("cache_config_info", "", "Always 1; the labels tell how the KV cache is set up."),
     _counter(
         "prefix_cache_queries_total",

@@ -84,6 +84,17 @@ class EngineCollector(Collector):
         yield self._gauge("kv_cache_usage_perc", {(): num_used / now.num_blocks if now.num_blocks else 0.0})
         num_free = now.num_blocks - num_used - num_cached
         yield self._gauge("kv_blocks", {("used",): num_used, ("cached",): num_cached, ("free",): num_free})
+        by_group: dict[tuple[str, ...], float] = {}
+        num_unused = num_slots = 0
+        for group in now.kv_groups:
+            by_group[str(group.group_id), "used"] = group.num_blocks_used
+            by_group[str(group.group_id), "cached"] = group.num_blocks_cached
+            num_slots += group.num_slots
+            num_unused += group.num_slots_unused
+        yield self._gauge("kv_group_blocks", by_group)
+        num_filled = num_slots - num_unused
+        yield self._gauge("kv_allocated_slots", {("filled",): num_filled, ("unused",): num_unused})
+        yield self._counter("kv_window_blocks_freed_total", now.num_window_blocks_freed)
         yield self._gauge("unapplied_steps", {(): now.num_unapplied_steps})
         yield self._gauge("graphs_pending", {(): now.graphs_pending})
         yield self._gauge("channel_depth", {(channel.name,): channel.depth for channel in now.channels})

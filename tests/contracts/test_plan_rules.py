@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from asyncserve.kv_spec import FullAttention, RecurrentState, SlidingWindow
 from asyncserve.request import SamplingParams
 from asyncserve.step import BlockAppend, ScheduledSequence, SlotAssignment, StepPlan
 from tests.contracts.plan_rules import PlanRuleBroken, PlanRules
@@ -114,6 +115,62 @@ def test_a_plan_that_breaks_a_rule_is_named_with_the_rule(changes: dict[str, Any
     rules.check(first_plan())
     with pytest.raises(PlanRuleBroken, match=rule):
         rules.check(second_plan(**changes))
+
+
+SIZE: dict[str, Any] = {"block_len": 4, "num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
+WINDOW_INFO = fake_info(
+    num_slots=4,
+    num_blocks=20,
+    max_model_len=40,
+    max_num_batched_tokens=16,
+    specs=[
+        FullAttention(**SIZE),
+        SlidingWindow(window_len=5, **SIZE),
+        RecurrentState(state_bytes=60, page_bytes=32),
+    ],
+)
+
+
+def window_plan(start: int, *tables: tuple[int, ...]) -> StepPlan:
+    """Return a plan that admits a sequence of 14 tokens, a table a group, and computes it from `start` on."""
+    return StepPlan(
+        step_id=0,
+        admitted=(assignment(1, 14),),
+        sequences=(ScheduledSequence(1, start, 14 - start, True),),
+        block_appends=tuple(BlockAppend(group_id, 1, table) for group_id, table in enumerate(tables)),
+    )
+
+
+def test_null_blocks_stand_where_a_window_has_passed_before_a_sequence_came() -> None:
+    PlanRules(WINDOW_INFO).check(window_plan(12, (1, 2, 3, 4), (0, 0, 5, 6), (7, 8)))
+
+
+@pytest.mark.parametrize(
+    ("start", "tables", "rule"),
+    [
+        (11, ((1, 2, 3, 4), (0, 0, 5, 6), (7, 8)), "sees no null block from 11 on"),
+        (12, ((0, 2, 3, 4), (0, 0, 5, 6), (7, 8)), "block ids are in"),
+        (12, ((1, 2, 3, 4), (0, 0, 5, 6), (0, 8)), "block ids are in"),
+        (12, ((1, 2, 3, 4), (0, 0, 5, 6), (7,)), "covers 14 positions with 1 blocks"),
+        (12, ((1, 2, 3, 4), (0, 0, 5), (7, 8)), "covers 14 positions with 3 blocks"),
+        (12, ((1, 2, 3, 4), (9, 0, 5, 6), (7, 8)), "block ids are in"),
+        (12, ((1, 2, 3, 4), (0, 0, 5, 4), (7, 8)), "no block twice"),
+    ],
+)
+def test_a_table_that_lacks_what_is_seen_breaks_a_rule(
+    start: int, tables: tuple[tuple[int, ...], ...], rule: str
+) -> None:
+    with pytest.raises(PlanRuleBroken, match=rule):
+        PlanRules(WINDOW_INFO).check(window_plan(start, *tables))
+
+
+def test_what_a_window_has_passed_may_stand_in_a_table_again() -> None:
+    rules = PlanRules(WINDOW_INFO)
+    rules.check(window_plan(0, (1, 2, 3, 4), (5, 6, 9, 10), (7, 8)))
+    for position in (14, 15):
+        rules.check(StepPlan(step_id=position - 13, sequences=(ScheduledSequence(1, position, 1, True),)))
+    appends = (BlockAppend(0, 1, (11,)), BlockAppend(1, 1, (5,)))
+    rules.check(StepPlan(step_id=3, sequences=(ScheduledSequence(1, 16, 1, True),), block_appends=appends))
 
 
 def test_a_plan_that_does_not_survive_pickling_breaks_a_rule() -> None:

@@ -87,3 +87,17 @@ def test_unclean_blocks_of_a_released_slot_are_forgotten() -> None:
     blocks.append(BlockAppend(0, 0, (1,)))
     blocks.release(0)
     assert blocks.take_unclean([row(0, 0, 1)]) == []
+
+
+def test_a_table_may_begin_with_null_blocks_and_with_nothing_else_is_null() -> None:
+    blocks = table()
+    blocks.append(BlockAppend(0, 1, (0, 0, 7)))
+    assert blocks.rows(np.array([1]), np.array([12])).tolist() == [[0, 0, 7]]
+    assert blocks.take_unclean([ScheduledSequence(1, 9, 2, True)]) == [7]
+    with pytest.raises(InvariantError, match="gets blocks"):
+        blocks.append(BlockAppend(0, 1, (0, 8)))
+    with pytest.raises(InvariantError, match="gets blocks"):
+        blocks.append(BlockAppend(0, 2, (6, 0)))
+    blocks.append(BlockAppend(0, 0, (0, 0)))
+    blocks.append(BlockAppend(0, 0, (3,)))
+    assert blocks.rows(np.array([0]), np.array([12])).tolist() == [[0, 0, 3]]

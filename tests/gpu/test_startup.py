@@ -91,6 +91,16 @@ def test_layers_are_cut_into_groups_of_equally_many_where_that_takes_the_least_m
     assert cut(0, 32) == [("window", 32)]
 
 
+def test_how_layers_were_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="asyncserve.gpu.startup"):
+        cut(5, 29)
+    assert caplog.messages == [
+        "KV groups: 16 tokens in 5 layers with a window of 1024 (5 groups) or 16 tokens in 4 layers with a"
+        " window of 1024 or 16 tokens in 5 layers; a block is 5 pages of 8192 bytes, 1 of 35 layers of groups"
+        " are padding"
+    ]
+
+
 def test_blocks_of_unequal_layers_are_as_many_tokens_as_make_equal_bytes() -> None:
     wide = FullAttention(block_len=16, num_kv_heads=6, head_dim=64, dtype="bfloat16")
     narrow = window(num_kv_heads=4, block_len=16)

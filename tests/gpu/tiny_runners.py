@@ -33,7 +33,17 @@ from tests.gpu.models.test_equal_transformers import SIZES, config_dict, referen
 
 TINY_SIZES = SIZES | {"num_hidden_layers": 2, "vocab_size": 291, "head_dim": 12}
 """The same for all models of these tests, so that a GPU's kernels are compiled once."""
-CONFIGS = {"llama": LlamaConfig(**TINY_SIZES), "qwen3": Qwen3Config(**TINY_SIZES)}
+WINDOW_LEN = 7
+CONFIGS = {
+    "llama": LlamaConfig(**TINY_SIZES),
+    "qwen3": Qwen3Config(**TINY_SIZES),
+    "qwen3_windows": Qwen3Config(
+        **TINY_SIZES,
+        use_sliding_window=True,
+        sliding_window=WINDOW_LEN,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}
 VOCAB: int = TINY_SIZES["vocab_size"]
 MAX_MODEL_LEN: int = TINY_SIZES["max_position_embeddings"]
 BLOCK_LEN = 4
@@ -49,7 +59,7 @@ class Subject:
 
     Args:
         kind: cpu, cuda, or interpreted: what cuda runs, on a CPU.
-        architecture: llama or qwen3.
+        architecture: llama, qwen3 or qwen3_windows.
         graphs: Sizes of steps that are captured.
     """
 
@@ -107,7 +117,7 @@ def subjects(*kinds: str, with_graphs: bool = False) -> list[Any]:
         with_graphs: Those only that capture.
     """
     return [
-        pytest.param(each, id=str(each), marks=_marks(each))
+        pytest.param(each, id=str(each), marks=marks_of(each))
         for each in (
             Subject(kind="cpu", architecture="llama"),
             Subject(kind="cpu", architecture="qwen3"),
@@ -120,7 +130,8 @@ def subjects(*kinds: str, with_graphs: bool = False) -> list[Any]:
     ]
 
 
-def _marks(subject: Subject) -> list[pytest.MarkDecorator]:
+def marks_of(subject: Subject) -> list[pytest.MarkDecorator]:
+    """Return what keeps the tests of a subject to where it can be."""
     has_gpu = torch.cuda.is_available()
     if subject.kind == "cuda":
         return [pytest.mark.gpu, pytest.mark.skipif(not has_gpu, reason="there is no GPU")]

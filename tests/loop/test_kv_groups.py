@@ -1,9 +1,11 @@
+import random
 from array import array
+from dataclasses import replace
 
 import pytest
 
 from asyncserve.errors import ConfigError
-from asyncserve.kv_spec import FullAttention, KVGroup
+from asyncserve.kv_spec import FullAttention, KVGroup, SlidingWindow
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.observer import RequestTimeline
@@ -13,6 +15,17 @@ from asyncserve.request import Request, SamplingParams, TokenizedRequest, Tokens
 def group(group_id: int, num_blocks: int, block_len: int = 4) -> KVGroup:
     spec = FullAttention(block_len=block_len, num_kv_heads=1, head_dim=1, dtype="float32")
     return KVGroup(group_id=group_id, spec=spec, layer_ids=(group_id,), num_blocks=num_blocks)
+
+
+def window_group(group_id: int, num_blocks: int, window_len: int | None, block_len: int = 4) -> KVGroup:
+    """Return a group with a window, or, without a length, one without."""
+    full = group(group_id, num_blocks, block_len)
+    if window_len is None:
+        return full
+    spec = SlidingWindow(
+        block_len=block_len, num_kv_heads=1, head_dim=1, dtype="float32", window_len=window_len
+    )
+    return replace(full, spec=spec)
 
 
 def sequence_of(
@@ -195,3 +208,49 @@ def test_groups_that_do_not_share_a_pool_are_refused() -> None:
         KVAllocator([group(0, 4), group(1, 8)], enable_prefix_caching=True, chunk_len=64)
     with pytest.raises(ConfigError):
         KVAllocator([], enable_prefix_caching=True, chunk_len=64)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_match_is_the_longest_prefix_of_which_each_group_has_what_it_needs(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [2 * rng.choice([1, 1, 2, 3]) for _ in range(3)]
+    windows = [None, rng.choice([None, 1, 2, 5, 9]), rng.choice([1, 2, 3, 8, 30])]
+    groups = [
+        window_group(group_id, 200, window_len, block_len)
+        for group_id, (window_len, block_len) in enumerate(zip(windows, sizes, strict=True))
+    ]
+    rng.shuffle(groups)
+    groups = [replace(each, group_id=group_id) for group_id, each in enumerate(groups)]
+    allocator = KVAllocator(groups, enable_prefix_caching=True, chunk_len=64)
+    tokens = list(range(49))
+    first = sequence_of(tokens, num_groups=3)
+    compute(allocator, first)
+    for each in groups:
+        for block_id in first.block_table.block_ids[each.group_id]:
+            if block_id and rng.random() < 0.1:
+                allocator.pool.unregister(block_id)
+
+    def is_cached(group: KVGroup, block_idx: int) -> bool:
+        digest = first.block_digests[(block_idx + 1) * group.spec.block_len // allocator.block_len - 1]
+        return allocator.pool.find(digest, group.group_id) is not None
+
+    def is_match(length: int) -> bool:
+        return all(
+            length % each.spec.block_len == 0
+            and all(
+                is_cached(each, block_idx)
+                for block_idx in range(each.spec.num_unseen(length), length // each.spec.block_len)
+            )
+            for each in groups
+        )
+
+    longest = max(length for length in range(49) if is_match(length))
+    again = sequence_of(tokens, num_groups=3)
+    matches = allocator.match_prefix(again)
+    assert allocator.matched_len(matches) == longest
+    for each, match in zip(groups, matches, strict=True):
+        assert len(match) * each.spec.block_len == longest
+        num_null = each.spec.num_unseen(longest)
+        assert match == [0] * num_null + first.block_table.block_ids[each.group_id][num_null : len(match)]
+    assert allocator.take(again, matches, 0)
+    allocator.check([first, again])

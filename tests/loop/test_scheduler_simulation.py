@@ -1,16 +1,38 @@
 """Random life of a scheduler on tiny pools: whatever happens, tokens are right and nothing leaks."""
 
 import random
+from typing import Any
 
 import pytest
 
 from asyncserve.errors import StepFailed, StepOutOfMemory
+from asyncserve.kv_spec import FullAttention, KVSpec, RecurrentState, SlidingWindow
 from asyncserve.loop.waiting import POLICIES
 from asyncserve.request import FinishReason
 from tests.fakes.executor import fake_continuation, fake_info, fake_logprobs
 from tests.loop.scheduling import Bench
 
 VOCAB = 40
+
+
+def random_specs(rng: random.Random, block_len: int) -> list[KVSpec]:
+    """Return what one to four groups keep: everything, a window, or a state."""
+    size: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
+    full = FullAttention(block_len=block_len, **size)
+    if rng.random() < 0.4:
+        return [full] * rng.choice([1, 1, 2])
+
+    def window() -> KVSpec:
+        length = block_len * rng.choice([1, 1, 2, 3])
+        return SlidingWindow(block_len=length, window_len=rng.choice([1, 2, 3, 5, 9, 16]), **size)
+
+    specs: list[KVSpec] = [window() for _ in range(rng.choice([1, 2]))]
+    if rng.random() < 0.7:
+        specs.append(FullAttention(block_len=block_len * rng.choice([1, 1, 2]), **size))
+    if rng.random() < 0.25:
+        specs.append(RecurrentState(state_bytes=12, page_bytes=rng.choice([6, 12])))
+    rng.shuffle(specs)
+    return specs
 
 
 def simulate(seed: int) -> dict[str, int]:
@@ -20,16 +42,17 @@ def simulate(seed: int) -> dict[str, int]:
     capacity = rng.choice([24, 32, 40, 80, 200])
     max_model_len = rng.choice([16, 24, 40])
     chunked = rng.random() < 0.7
-    num_groups = rng.choice([1, 1, 2])
+    max_num_batched_tokens = rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40])
+    specs = random_specs(rng, block_len)
     info = fake_info(
         num_slots=rng.randint(1, 6),
-        num_blocks=capacity // block_len * num_groups + 1,
+        num_blocks=1 + sum(spec.most_held(capacity, max_num_batched_tokens) for spec in specs),
         block_len=block_len,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
-        max_num_batched_tokens=rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40]),
+        max_num_batched_tokens=max_num_batched_tokens,
         max_unapplied=rng.choice([1, 2, 2, 3]),
-        num_groups=num_groups,
+        specs=specs,
     )
     bench = Bench(
         info,
@@ -141,6 +164,8 @@ def simulate(seed: int) -> dict[str, int]:
         "losses": num_losses,
         "aborts": len(bench.aborted),
         "pauses": bench.statistics().num_pauses,
+        "window blocks freed": bench.statistics().num_window_blocks_freed,
+        "cached beside windows": num_cached if any(isinstance(spec, SlidingWindow) for spec in specs) else 0,
     }
 
 
@@ -151,7 +176,7 @@ def test_random_life_gives_every_sequence_its_tokens_and_leaks_nothing(seed: int
 
 @pytest.mark.slow
 def test_many_random_lives_meet_everything_that_can_happen() -> None:
-    total = dict.fromkeys(("preemptions", "cached", "failed_steps", "losses", "aborts", "pauses"), 0)
+    total: dict[str, int] = {}
     for seed in range(1000, 1060):
         try:
             counts = simulate(seed)
@@ -159,5 +184,5 @@ def test_many_random_lives_meet_everything_that_can_happen() -> None:
             error.add_note(f"seed {seed}")
             raise
         for name, count in counts.items():
-            total[name] += count
+            total[name] = total.get(name, 0) + count
     assert all(count > 50 for count in total.values()), total

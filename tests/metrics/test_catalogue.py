@@ -17,7 +17,7 @@ from asyncserve.metrics.collector import EngineCollector, TracingCollector
 from asyncserve.metrics.http_traffic import HttpTraffic
 from asyncserve.metrics.observer import PrometheusObserver
 from asyncserve.metrics.vllm_names import VllmNames
-from asyncserve.observer import ChannelStatistics, EngineStatistics
+from asyncserve.observer import ChannelStatistics, EngineStatistics, KVGroupStatistics
 from tests.metrics.exposition import families_of
 
 FIELD_NAMES = [
@@ -61,7 +61,12 @@ def by_name(metric: MetricDefinition) -> str:
 def full_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     PrometheusObserver(registry, "m")
-    statistics = EngineStatistics(num_blocks=4, channels=[ChannelStatistics("arrivals", 1, 8, 3)])
+    group = KVGroupStatistics(
+        group_id=0, num_blocks_used=1, num_blocks_cached=1, num_slots=4, num_slots_unused=1
+    )
+    statistics = EngineStatistics(
+        num_blocks=4, kv_groups=[group], channels=[ChannelStatistics("arrivals", 1, 8, 3)]
+    )
     registry.register(EngineCollector(lambda: statistics, "m"))
     registry.register(HttpTraffic("m", ["/v1/completions"]))
     registry.register(TracingCollector(Traced(), "m"))

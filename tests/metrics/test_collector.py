@@ -1,7 +1,7 @@
 from prometheus_client import CollectorRegistry
 
 from asyncserve.metrics.collector import EngineCollector, TracingCollector
-from asyncserve.observer import ChannelStatistics, EngineStatistics
+from asyncserve.observer import ChannelStatistics, EngineStatistics, KVGroupStatistics
 from tests.metrics.exposition import samples_of, value_of
 
 
@@ -25,6 +25,17 @@ def test_values_are_those_of_the_engine() -> None:
             prefix_cache_queries=1000,
             prefix_cache_hits=400,
             num_preemptions=7,
+            num_window_blocks_freed=11,
+            kv_groups=[
+                KVGroupStatistics(
+                    group_id=group_id,
+                    num_blocks_used=used,
+                    num_blocks_cached=cached,
+                    num_slots=4 * used,
+                    num_slots_unused=group_id + 1,
+                )
+                for group_id, (used, cached) in enumerate([(7, 20), (3, 5)])
+            ],
             graphs_pending=9,
             channels=[ChannelStatistics("arrivals", 4, 8, 6), ChannelStatistics("deltas", 0, 8, 1)],
         )
@@ -37,11 +48,19 @@ def test_values_are_those_of_the_engine() -> None:
         "prefix_cache_queries_total": 1000,
         "prefix_cache_hits_total": 400,
         "num_preemptions_total": 7,
+        "kv_window_blocks_freed_total": 11,
         "graphs_pending": 9,
     }
     assert {name: value_of(registry, name) for name in expected} == expected
     blocks = {sample.labels["state"]: sample.value for sample in samples_of(registry, "kv_blocks")}
     assert blocks == {"used": 10, "cached": 25, "free": 5}
+    slots = {each.labels["state"]: each.value for each in samples_of(registry, "kv_allocated_slots")}
+    assert slots == {"filled": 37, "unused": 3}
+    by_group = {
+        (each.labels["group"], each.labels["state"]): each.value
+        for each in samples_of(registry, "kv_group_blocks")
+    }
+    assert by_group == {("0", "used"): 7, ("0", "cached"): 20, ("1", "used"): 3, ("1", "cached"): 5}
     for name, values in (("channel_depth", [4, 0]), ("channel_peak", [6, 1])):
         assert [value_of(registry, name, channel=channel) for channel in ("arrivals", "deltas")] == values
 

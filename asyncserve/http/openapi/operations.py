@@ -347,6 +347,15 @@ OPERATIONS: Sequence[Operation] = (
     ),
     Operation(
         method="GET",
+        path="/kv_cache",
+        name="kvCache",
+        summary="The memory ledger of the KV cache",
+        tag="State",
+        answers=(shapes.KVLedger,),
+        errors=(503,),
+    ),
+    Operation(
+        method="GET",
         path="/server_info",
         name="serverInfo",
         summary="Versions, options and what came of them on this device",

@@ -341,6 +341,50 @@ class LoadAnswer(Shape):
     kv_cache_usage: Annotated[float, Meta(ge=0, le=1)]
 
 
+class KVLedgerGroup(Shape):
+    """What one KV group has of the pool: layers that keep everything, a window, or a state.
+
+    `block_size` is in tokens, null for a state. `unused_slots` are those of `slots` behind the last token of
+    a sequence; `padding_bytes` those of used blocks for which the group has no layer.
+    """
+
+    group: NotNegative
+    kind: Literal["full", "window", "state"]
+    num_layers: NotNegative
+    block_size: Annotated[int, Meta(ge=1)] | None
+    window: Annotated[int, Meta(ge=1)] | None
+    used_blocks: NotNegative
+    cached_blocks: NotNegative
+    slots: NotNegative
+    unused_slots: NotNegative
+    used_bytes: NotNegative
+    unused_bytes: NotNegative
+    padding_bytes: NotNegative
+
+
+class KVLedger(Shape):
+    """Answer of GET /kv_cache: of the pool that all KV groups share, what holds tokens and what does not.
+
+    A block is used (held by a sequence), cached (free, its content findable) or free. `filled_share` of the
+    token slots of used blocks hold a token. `num_bytes` counts one block more, which is never given out.
+    """
+
+    block_bytes: NotNegative
+    num_bytes: NotNegative
+    num_blocks: NotNegative
+    used_blocks: NotNegative
+    cached_blocks: NotNegative
+    free_blocks: NotNegative
+    used_bytes: NotNegative
+    unused_bytes: NotNegative
+    padding_bytes: NotNegative
+    slots: NotNegative
+    unused_slots: NotNegative
+    filled_share: Annotated[float, Meta(ge=0, le=1)]
+    window_blocks_freed: NotNegative
+    groups: list[KVLedgerGroup]
+
+
 class CacheGroup(Shape):
     """Layers that share one kind of KV cache. Blocks and bytes are of the pool that all groups share."""
 
