@@ -115,7 +115,7 @@ def test_a_padded_step_gives_what_the_same_rows_alone_give(query_lens: list[int]
     q, k, v = (torch.randn(num_tokens, heads, 16, device=DEVICE) for heads in (4, 2, 2))
     planned = backend.plan(batch, simulation.kv_cache)
     alone = StepAttention(backend, batch, simulation.kv_cache, planned).run(layer, q, k, v)
-    any_block = simulation.free[0][0]
+    any_block = simulation.free[0]
     for tensor in (*simulation.kv_cache.keys, *simulation.kv_cache.values):
         tensor[any_block] = torch.nan
     # As many tokens as rows if each has one: then token i is the one of row i.
