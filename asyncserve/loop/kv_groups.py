@@ -148,6 +148,7 @@ class KVAllocator:
 
     Attributes:
         block_len: Positions of a digest: every group's block length is a multiple of it.
+        host_tier: As given.
         enable_prefix_caching: As given; false if some layers keep a state, of which no prefix is kept.
 
     Raises:
@@ -172,7 +173,7 @@ class KVAllocator:
         self.num_groups = len(groups)
         self._root_digest = root_digest(hash_seed)
         self._cache_log = cache_log
-        self._host_tier = host_tier
+        self.host_tier = host_tier
         self.pool = KVBlockPool(
             num_blocks,
             len(groups),
@@ -271,8 +272,8 @@ class KVAllocator:
         Null blocks stand in it for those that are not needed, negative numbers for blocks on the host. All
         groups' matches are equally long, counted in positions. Of a swapped sequence: its own table.
         """
-        if self._host_tier is not None:
-            swapped = self._host_tier.swapped(sequence.sequence_id)
+        if self.host_tier is not None:
+            swapped = self.host_tier.swapped(sequence.sequence_id)
             if swapped is not None:
                 return [
                     [
@@ -324,8 +325,8 @@ class KVAllocator:
 
     def matched_len(self, sequence: SequenceState, matches: Sequence[list[int]]) -> int:
         """Return how many positions of a sequence the matches of all groups hold."""
-        if self._host_tier is not None:
-            swapped = self._host_tier.swapped(sequence.sequence_id)
+        if self.host_tier is not None:
+            swapped = self.host_tier.swapped(sequence.sequence_id)
             if swapped is not None:
                 return swapped.num_tokens
         return len(matches[0]) * self._managers[0].block_len if matches[0] else 0
@@ -364,8 +365,8 @@ class KVAllocator:
                     pool.acquire(block_id)
             table.block_ids[manager.group_id].extend(match)
             table.num_null[manager.group_id] = num_unseen
-        if self._host_tier is not None:
-            self._load(sequence, start, self._host_tier)
+        if self.host_tier is not None:
+            self._load(sequence, start, self.host_tier)
         for manager, table_len in zip(self._managers, table_lens, strict=True):
             block_ids = table.block_ids[manager.group_id]
             block_ids.extend(pool.allocate(table_len - len(block_ids), manager.group_id))
@@ -593,11 +594,11 @@ class KVAllocator:
             Those blocks, and those that the sequence let go of since that step was planned.
         """
         table = sequence.block_table
-        if self._host_tier is not None:
+        if self.host_tier is not None:
             for manager in self._managers:
                 step = manager.digests_per_block
                 for digest in sequence.block_digests[(start // manager.block_len + 1) * step - 1 :: step]:
-                    self._host_tier.forget(digest, manager.group_id)
+                    self.host_tier.forget(digest, manager.group_id)
         invalid = {block_id for dropped_after, block_id in table.dropped if dropped_after >= step_id}
         for manager in self._managers:
             block_ids = table.block_ids[manager.group_id]
@@ -665,7 +666,7 @@ class KVAllocator:
         """
         num_tokens = sequence.num_computed_tokens
         if (
-            self._host_tier is None
+            self.host_tier is None
             or sequence.rows
             or not sequence.blocks_are_valid
             or not 0 < num_tokens < len(sequence.token_ids)
@@ -681,27 +682,27 @@ class KVAllocator:
             for idx in range(num_unseen, manager.spec.blocks_for(num_tokens)):
                 digest = sequence.block_digests[(idx + 1) * step - 1] if idx < num_full else None
                 tables[-1].append(BlockToSwap(block_ids[idx], digest))
-        self._host_tier.swap_out(sequence.sequence_id, tables, num_tokens)
+        self.host_tier.swap_out(sequence.sequence_id, tables, num_tokens)
 
     def drop_swapped(self, sequence: SequenceState) -> None:
         """Give up what the host keeps of a sequence, if anything."""
-        if self._host_tier is not None:
-            self._host_tier.drop(sequence.sequence_id)
+        if self.host_tier is not None:
+            self.host_tier.drop(sequence.sequence_id)
 
     def note_step(self, plan: StepPlan, num_decodes: int, device_s: float) -> None:
         """Note how long a step took: it tells what computing a sequence again would take."""
-        if self._host_tier is not None:
-            self._host_tier.note_step(plan.num_tokens, num_decodes, device_s)
+        if self.host_tier is not None:
+            self.host_tier.note_step(plan.num_tokens, num_decodes, device_s)
 
     def take_transfers(self) -> tuple[tuple[BlockTransfer, ...], tuple[BlockTransfer, ...]]:
         """Return the stores and the loads of the plan that is made now."""
-        return ((), ()) if self._host_tier is None else self._host_tier.take_transfers()
+        return ((), ()) if self.host_tier is None else self.host_tier.take_transfers()
 
     def lose_transfers(self, plans: Iterable[StepPlan]) -> set[int]:
         """Forget what a failed step and those behind it were to move; return the blocks they were to load."""
-        if self._host_tier is None:
+        if self.host_tier is None:
             return set()
-        lost = self._host_tier.lose_transfers(plans)
+        lost = self.host_tier.lose_transfers(plans)
         for block_id in lost:
             self.pool.unregister(block_id)
         return lost
@@ -709,8 +710,8 @@ class KVAllocator:
     def _find(self, digest: bytes, group_id: int) -> int | None:
         """Return the block with this content in a group, the negative of one on the host, or None."""
         block_id = self.pool.find(digest, group_id)
-        if block_id is None and self._host_tier is not None:
-            host_block = self._host_tier.find(digest, group_id)
+        if block_id is None and self.host_tier is not None:
+            host_block = self.host_tier.find(digest, group_id)
             return None if host_block is None else -host_block
         return block_id
 
@@ -771,8 +772,8 @@ class KVAllocator:
                 ):
                     raise InvariantError(f"a table of group {manager.group_id} holds more than it needs")
         self.pool.check(held)
-        if self._host_tier is not None:
-            self._host_tier.check()
+        if self.host_tier is not None:
+            self.host_tier.check()
 
     def _drop(self, manager: SlidingWindowManager, sequence: SequenceState) -> int:
         """Let go of what a window has passed; return how many blocks that was."""
