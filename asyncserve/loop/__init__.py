@@ -35,6 +35,7 @@ Files in the order a request meets them:
 * step_limit: the most tokens of a step, fewer for a while after one lacked memory
 * restart_budget: how often a lost device may be opened anew
 * kv_groups: blocks of all KV groups together: match a cached prefix, extend, let windows pass, release
+* prefix_cache: digests of sequences, the longest cached prefix of one, what becomes findable
 * kv_managers: what the layers of one group need of the past: all of it, a window, a state
 * host_tier: blocks in the host's memory, of preempted sequences and of evicted prefixes
 * swap_cost: whether a preempted sequence comes back cheaper from there or computed again

@@ -1,9 +1,9 @@
 """Blocks for sequences, in all KV groups at once.
 
 `KVAllocator` answers the scheduler: how much of a sequence is cached, take its blocks, extend, let go of what
-a window has passed, release. It asks one manager per group (`kv_managers`) what its layers need of the past.
-All take from one pool: what is given to one group is given to all or to none. Changes a sequence's
-block table and digests, nothing else of it.
+a window has passed, release. It asks one manager per group (`kv_managers`) what its layers need of the past,
+and its `PrefixCache` what of it is cached. All take from one pool: what is given to one group is given to all
+or to none. Changes a sequence's block table and digests, nothing else of it.
 
 A table of window layers begins with null blocks where the window has passed. Its sequence holds at most the
 blocks of a window and a chunk: those that are passed when a chunk is planned are given back, and as many are
@@ -21,24 +21,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from asyncserve.errors import ConfigError, InvariantError
-from asyncserve.kv_spec import KVGroup, RecurrentState, SlidingWindow, longest_held
+from asyncserve.kv_spec import KVGroup, RecurrentState, longest_held
 from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.host_tier import BlockToSwap, HostTier
 from asyncserve.loop.kv_managers import (
     NULL_BLOCK,
-    FullAttentionManager,
     RecurrentStateManager,
     SlidingWindowManager,
     manager_class,
 )
 from asyncserve.loop.kv_pool import KVBlockPool
-from asyncserve.loop.prefix_hash import block_digest, root_digest
+from asyncserve.loop.prefix_cache import PrefixCache
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.observer import KVGroupStatistics
 from asyncserve.step import BlockCopy, BlockTransfer, StepPlan
-
-_LEAST_HASHED = 64
-"""Aligned blocks of a prompt that are hashed at once: 0.1 ms."""
 
 
 class KVAllocator:
@@ -56,7 +52,8 @@ class KVAllocator:
     Attributes:
         block_len: Positions of a digest: every group's block length is a multiple of it.
         host_tier: As given.
-        enable_prefix_caching: As given; false if some layers keep a state, of which no prefix is kept.
+        prefix_cache: Finds and registers blocks; disabled if some layers keep a state, of which no prefix is
+            kept.
 
     Raises:
         ConfigError: No group, or groups that do not share a pool.
@@ -78,8 +75,6 @@ class KVAllocator:
             raise ConfigError(f"KV groups share one pool, but they speak of {sorted(sizes)} blocks")
         (num_blocks,) = sizes
         self.num_groups = len(groups)
-        self._root_digest = root_digest(hash_seed)
-        self._cache_log = cache_log
         self.host_tier = host_tier
         self.pool = KVBlockPool(
             num_blocks,
@@ -91,7 +86,7 @@ class KVAllocator:
             group.spec.block_len for group in groups if not isinstance(group.spec, RecurrentState)
         ] or [1]
         self.block_len = math.gcd(*block_lens)
-        self._align_len = math.lcm(*block_lens)
+        align_len = math.lcm(*block_lens)
         self._chunk_len = chunk_len
         self._max_unapplied = max_unapplied
         self._groups = tuple(groups)
@@ -101,7 +96,7 @@ class KVAllocator:
                 group.spec,
                 self.pool.find if host_tier is None else self._find,
                 digest_len=self.block_len,
-                align_len=self._align_len,
+                align_len=align_len,
             )
             for group in groups
         )
@@ -111,7 +106,15 @@ class KVAllocator:
         self._growing_managers = tuple(
             manager for manager in self._managers if not isinstance(manager, RecurrentStateManager)
         )
-        self.enable_prefix_caching = enable_prefix_caching and self._growing_managers == self._managers
+        self.prefix_cache = PrefixCache(
+            self._managers,
+            self.pool,
+            block_len=self.block_len,
+            align_len=align_len,
+            is_enabled=enable_prefix_caching and not self.keeps_states,
+            hash_seed=hash_seed,
+            cache_log=cache_log,
+        )
         self.num_window_blocks_freed = 0
 
     @property
@@ -149,30 +152,6 @@ class KVAllocator:
         """Whether there is a free block."""
         return self.pool.num_free > 0
 
-    def hash_blocks(self, sequence: SequenceState, num_blocks: int) -> None:
-        """Compute the digests of the sequence's first `num_blocks` times `block_len` tokens, all known."""
-        digests = sequence.block_digests
-        if len(digests) >= num_blocks:
-            return
-        token_ids, block_len = sequence.token_ids, self.block_len
-        if not digests:
-            cache_salt = sequence.tokenized.request.cache_salt
-            digests.append(block_digest(self._root_digest, token_ids[:block_len], cache_salt))
-        parent = digests[-1]
-        for start in range(len(digests) * block_len, num_blocks * block_len, block_len):
-            parent = block_digest(parent, token_ids[start : start + block_len])
-            digests.append(parent)
-
-    def reusable_blocks(self, sequence: SequenceState) -> int:
-        """Return how many times `block_len` leading tokens the cache could spare if all were there.
-
-        At least one token is left to compute, because the next one is sampled from its logits. Prompt
-        tokens to be scored are computed, not looked up.
-        """
-        if not self.enable_prefix_caching or sequence.prompt_logprobs is not None:
-            return 0
-        return (len(sequence.token_ids) - 1) // self.block_len
-
     def match_prefix(self, sequence: SequenceState) -> list[list[int]]:
         """Return, per group, the table of the longest prefix that is cached in all of them.
 
@@ -189,46 +168,7 @@ class KVAllocator:
                     ]
                     for group_id, table in enumerate(swapped.tables)
                 ]
-        max_blocks = self.reusable_blocks(sequence)
-        matches: list[list[int]] = [[] for _ in self._managers]
-        if max_blocks == 0:
-            return matches
-        max_len = self._hash_while_found(sequence, max_blocks) * self.block_len
-        # A group that finds less shortens the hit for all; until none does. Full attention comes first to
-        # its end: each prefix of a match is one. That of a window may be none, so it looks again.
-        is_shorter = True
-        while is_shorter:
-            is_shorter = False
-            for manager in self._managers:
-                match = matches[manager.group_id]
-                if len(match) * manager.block_len != max_len:
-                    match = matches[manager.group_id] = manager.match(sequence.block_digests, max_len)
-                if len(match) * manager.block_len < max_len:
-                    max_len = len(match) * manager.block_len
-                    is_shorter = True
-        return matches
-
-    def _hash_while_found(self, sequence: SequenceState, max_blocks: int) -> int:
-        """Compute the digests that `match_prefix` may need, and return of how many blocks.
-
-        Behind a block that full attention lacks there is no match: of a long prompt that nobody has asked
-        before, most is hashed when it is computed, chunk by chunk, and not when it comes.
-        """
-        for manager in self._managers:
-            if type(manager) is FullAttentionManager:
-                break
-        else:
-            self.hash_blocks(sequence, max_blocks)
-            return max_blocks
-        num_blocks = _LEAST_HASHED * self._align_len // self.block_len
-        while num_blocks < max_blocks:
-            self.hash_blocks(sequence, num_blocks)
-            hashed_len = num_blocks * self.block_len
-            if len(manager.match(sequence.block_digests, hashed_len)) * manager.block_len < hashed_len:
-                return num_blocks
-            num_blocks *= 2
-        self.hash_blocks(sequence, max_blocks)
-        return max_blocks
+        return self.prefix_cache.match(sequence)
 
     def matched_len(self, sequence: SequenceState, matches: Sequence[list[int]]) -> int:
         """Return how many positions of a sequence the matches of all groups hold."""
@@ -434,61 +374,6 @@ class KVAllocator:
         """Return the most blocks that `take` needs for a sequence of so many known tokens."""
         return sum(manager.spec.most_held(num_tokens, self._chunk_len) for manager in self._managers)
 
-    def register(self, sequence: SequenceState) -> None:
-        """Make the sequence's full blocks findable, as far as planned steps fill them with known tokens."""
-        if not self.enable_prefix_caching:
-            return
-        num_full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self.block_len
-        num_registered = sequence.num_registered_blocks
-        if num_full <= num_registered:
-            return
-        self.hash_blocks(sequence, num_full)
-        for manager in self._managers:
-            step = manager.digests_per_block
-            self._register(manager, sequence, range(num_registered // step, num_full // step))
-        sequence.num_registered_blocks = num_full
-
-    def _register(
-        self, manager: FullAttentionManager, sequence: SequenceState, block_idxs: Iterable[int]
-    ) -> None:
-        """Make blocks of a sequence's table findable, whose content is known; null blocks are passed over."""
-        register, step = self.pool.register, manager.digests_per_block
-        block_ids, digests = sequence.block_table.block_ids[manager.group_id], sequence.block_digests
-        new = [
-            block_idx
-            for block_idx in block_idxs
-            if block_ids[block_idx] != NULL_BLOCK
-            and register(block_ids[block_idx], digests[(block_idx + 1) * step - 1])
-        ]
-        if new and self._cache_log is not None:
-            self._log_stored(self._cache_log, manager, sequence, new)
-
-    def _log_stored(
-        self,
-        cache_log: CacheLog,
-        manager: FullAttentionManager,
-        sequence: SequenceState,
-        block_idxs: Sequence[int],
-    ) -> None:
-        """Log blocks of a sequence that have become findable, runs of consecutive ones together."""
-        step, block_len, digests = manager.digests_per_block, manager.block_len, sequence.block_digests
-        window_len = manager.spec.window_len if isinstance(manager.spec, SlidingWindow) else None
-        begin = 0
-        for end in range(1, len(block_idxs) + 1):
-            if end < len(block_idxs) and block_idxs[end] == block_idxs[end - 1] + 1:
-                continue
-            first, last = block_idxs[begin], block_idxs[end - 1] + 1
-            begin = end
-            cache_log.stored(
-                manager.group_id,
-                block_len=block_len,
-                window_len=window_len,
-                parent=digests[first * step - 1] if first else None,
-                digests=digests[(first + 1) * step - 1 : last * step : step],
-                token_ids=sequence.token_ids[first * block_len : last * block_len],
-                cache_salt=None if first else sequence.tokenized.request.cache_salt,
-            )
-
     def invalidate(self, sequence: SequenceState, start: int, step_id: int) -> set[int]:
         """Make the sequence's blocks from position `start` on unfindable: what they hold is wrong.
 
@@ -533,7 +418,7 @@ class KVAllocator:
     def release(self, sequence: SequenceState) -> None:
         """Give back every block; those that are full stay findable until they are given out anew."""
         if sequence.blocks_are_valid:
-            self.register(sequence)
+            self.prefix_cache.register(sequence)
         table = sequence.block_table
         for block_ids, num_null in zip(table.block_ids, table.num_null, strict=True):
             self.pool.release(block_ids[num_null:] if num_null else block_ids)
@@ -579,10 +464,10 @@ class KVAllocator:
             or not 0 < num_tokens < len(sequence.token_ids)
         ):
             return
-        self.register(sequence)
+        self.prefix_cache.register(sequence)
         tables: list[list[BlockToSwap | None]] = []
         for manager in self._managers:
-            num_full = num_tokens // manager.block_len if self.enable_prefix_caching else 0
+            num_full = num_tokens // manager.block_len if self.prefix_cache.is_enabled else 0
             num_unseen, step = manager.spec.num_unseen(num_tokens), manager.digests_per_block
             block_ids = sequence.block_table.block_ids[manager.group_id]
             tables.append([None] * num_unseen)
@@ -637,7 +522,7 @@ class KVAllocator:
             num_found = max(num_found, len(host_blocks) * manager.block_len)
             for host_block in host_blocks:
                 host_tier.hold(host_block)
-        if self.enable_prefix_caching and host_tier.swapped(sequence.sequence_id) is None:
+        if self.prefix_cache.is_enabled and host_tier.swapped(sequence.sequence_id) is None:
             num_looked_up = len(sequence.token_ids) - start + num_found
             host_tier.note_lookup(num_looked_up, num_found)
         for manager in self._managers:
@@ -649,8 +534,8 @@ class KVAllocator:
                     host_tier.load(-block_id, table[idx])
                     if (idx + 1) * manager.block_len <= start:
                         full.append(idx)
-            if self.enable_prefix_caching:
-                self._register(manager, sequence, full)
+            if self.prefix_cache.is_enabled:
+                self.prefix_cache.register_blocks(manager, sequence, full)
         host_tier.drop(sequence.sequence_id)
 
     def check(self, sequences: Iterable[SequenceState]) -> None:

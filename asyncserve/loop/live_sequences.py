@@ -1,8 +1,9 @@
 """Every live sequence and where it stands: it waits, runs in a slot, is paused, or is about to be released.
 
 `LiveSequences` is what planning and accounting share: the queue, the running lists, the suspects, the slots,
-the steps in flight, the allocator. Its fields may be read by all parts of the scheduler; a sequence is moved
-by the methods here, but for the lists it stands in while it is being planned. Takes steps that were planned,
+the steps in flight, the allocator. All parts of the scheduler read its fields; moves that more than one of them
+makes are methods here. The planner alone fills the running lists, `Scheduler` alone lets sequences arrive,
+pause and resume. Takes steps that were planned,
 gives back slots and blocks by one rule, for finished, failed, aborted and preempted sequences alike: when the
 output of the last plan that mentions the sequence has been applied (`release_if_unmentioned`). Knows neither
 why a sequence is moved nor what goes into a plan.
@@ -134,7 +135,7 @@ class LiveSequences:
             timeline.first_scheduled_s = now_s
             num_cached = sequence.prompt_len if is_branch else sequence.num_computed_tokens
             sequence.num_cached_tokens = timeline.num_cached_tokens = num_cached
-            looks_up = self.allocator.enable_prefix_caching and not is_branch
+            looks_up = self.allocator.prefix_cache.is_enabled and not is_branch
             if looks_up and sequence.prompt_logprobs is None:
                 self._prefix_cache_queries += sequence.prompt_len
                 self._prefix_cache_hits += sequence.num_computed_tokens

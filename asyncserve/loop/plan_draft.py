@@ -154,7 +154,7 @@ class PlanDraft:
         self.budget_left = max(0, self.budget_left - num_tokens * self.token_cost(sequence))
         sequence.num_computed_tokens += num_tokens
         sequence.last_step_id = self.step_id
-        self._live.allocator.register(sequence)
+        self._live.allocator.prefix_cache.register(sequence)
 
     def submit(self, scheduled: list[ScheduledSequence], *, is_trial: bool = False) -> StepPlan:
         """Turn the draft into a plan in flight."""

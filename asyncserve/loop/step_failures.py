@@ -203,7 +203,7 @@ class StepFailures:
         live = self._live
         if sequence.blocks_are_valid:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, start)
-            live.allocator.register(sequence)
+            live.allocator.prefix_cache.register(sequence)
             sequence.blocks_are_valid = False
         for row in live.rows_of(sequence):
             self._num_replayed_sequences += row.accepts_output

@@ -149,7 +149,7 @@ def _apply_search(
     parents = beams.advance(output.beams[beams.search_id])
     live.allocator.inherit(beams.rows, parents, num_computed)
     for row in beams.rows:
-        live.allocator.register(row)
+        live.allocator.prefix_cache.register(row)
     if not beams.search.is_done:
         return
     for row, result in zip(beams.rows, beams.results(), strict=True):

@@ -151,13 +151,14 @@ class StepPlanner:
             sequence.num_computed_tokens = start + 1
             sequence.num_unseen_tokens += 1
             sequence.last_step_id = step_id
+        allocator = live.allocator
         for sequence in lacking:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             # Its last block is full and known, now that a new one begins.
-            live.allocator.register(sequence)
-            live.allocator.drop_unseen(sequence)
-            if not draft.cover_or_preempt(sequence, live.allocator.extend):
+            allocator.prefix_cache.register(sequence)
+            allocator.drop_unseen(sequence)
+            if not draft.cover_or_preempt(sequence, allocator.extend):
                 continue
             start = sequence.num_computed_tokens
             scheduled.append(ScheduledSequence(sequence.slot, start, 1, True))
@@ -200,7 +201,7 @@ class StepPlanner:
                 draft.prefills[position] = (sequence, num_tokens + extra)
                 draft.budget_left -= extra * cost
                 sequence.num_computed_tokens += extra
-                live.allocator.register(sequence)
+                live.allocator.prefix_cache.register(sequence)
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         """Admit waiting sequences in order, as far as slots, blocks and budget go."""
@@ -257,10 +258,10 @@ class StepPlanner:
         Waiting for it costs nothing in the end, and saves computing the same prefix twice.
         """
         live = self._live
-        max_blocks = live.allocator.reusable_blocks(sequence)
+        max_blocks = live.allocator.prefix_cache.reusable_blocks(sequence)
         if max_blocks == 0:
             return False
-        live.allocator.hash_blocks(sequence, max_blocks)
+        live.allocator.prefix_cache.hash_blocks(sequence, max_blocks)
         for other, _ in draft.prefills:
             next_block = other.num_registered_blocks
             if (

@@ -39,7 +39,8 @@ LOOP = [
     ["restart_budget", "admission", "detokenizer", "channel", "grammar_cache", "grammar_worker"],
     ["deadlines", "best_of", "start_rate", "step_limit", "sequence_limits", "beams"],
     ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema", "beam_search"],
-    ["host_tier", "kv_managers"],
+    ["host_tier", "prefix_cache"],
+    ["kv_managers"],
     ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds", "swap_cost"],
     ["cache_log"],
 ]
