@@ -1,12 +1,11 @@
 """Every live sequence and where it stands: it waits, runs in a slot, is paused, or is about to be released.
 
 `LiveSequences` is what planning and accounting share: the queue, the running lists, the suspects, the slots,
-the steps in flight, the allocator. All parts of the scheduler read its fields; moves that more than one of them
-makes are methods here. The planner alone fills the running lists, `Scheduler` alone lets sequences arrive,
-pause and resume. Takes steps that were planned,
-gives back slots and blocks by one rule, for finished, failed, aborted and preempted sequences alike: when the
-output of the last plan that mentions the sequence has been applied (`release_if_unmentioned`). Knows neither
-why a sequence is moved nor what goes into a plan.
+the steps in flight, the allocator. All parts of the scheduler read its fields; moves that more than one of
+them makes are methods here. The planner alone fills the running lists; `Scheduler` alone lets sequences
+arrive, pause and resume. Takes steps that were planned; gives back slots and blocks by one rule, for all that
+finished, failed, were aborted or preempted: when the output of the last plan that mentions the sequence has
+been applied (`release_if_unmentioned`). Knows neither why a sequence is moved nor what goes into a plan.
 """
 
 from collections import deque
