@@ -1,9 +1,9 @@
 """Blocks for sequences, in all KV groups at once.
 
 `KVAllocator` answers the scheduler: how much of a sequence is cached, take its blocks, extend, let go of what
-a window has passed, release. It asks one manager per group; a manager knows what its kind of layer needs of
-the past. All take from one pool: what is given to one group is given to all or to none. Changes a sequence's
-block table and digests, nothing else of it.
+a window has passed, release. It asks one manager per group (`kv_managers`) what its layers need of the past,
+and its `PrefixCache` what of it is cached. All take from one pool: what is given to one group is given to all
+or to none. Changes a sequence's block table and digests, nothing else of it.
 
 A table of window layers begins with null blocks where the window has passed. Its sequence holds at most the
 blocks of a window and a chunk: those that are passed when a chunk is planned are given back, and as many are
@@ -18,124 +18,23 @@ its negative number.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from asyncserve.errors import ConfigError, InvariantError
-from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow, longest_held
+from asyncserve.kv_spec import KVGroup, RecurrentState, longest_held
 from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.host_tier import BlockToSwap, HostTier
+from asyncserve.loop.kv_managers import (
+    NULL_BLOCK,
+    RecurrentStateManager,
+    SlidingWindowManager,
+    manager_class,
+)
 from asyncserve.loop.kv_pool import KVBlockPool
-from asyncserve.loop.prefix_hash import block_digest, root_digest
+from asyncserve.loop.prefix_cache import PrefixCache
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.observer import KVGroupStatistics
 from asyncserve.step import BlockCopy, BlockTransfer, StepPlan
-
-_LEAST_HASHED = 64
-"""Aligned blocks of a prompt that are hashed at once: 0.1 ms."""
-
-NULL_BLOCK = 0
-"""Stands in a table where a sequence holds nothing."""
-
-
-class FullAttentionManager:
-    """Blocks of one group of full-attention layers: every position is kept to the end.
-
-    Args:
-        group_id: The group.
-        spec: What its layers keep.
-        find: Returns where the block of a digest in a group is, or None.
-        digest_len: Positions of one digest; a block has one or several.
-        align_len: Matches are a multiple of it, which is one of the block's length.
-    """
-
-    __slots__ = ("align_len", "block_len", "digests_per_block", "find", "group_id", "spec")
-
-    spec: FullAttention | RecurrentState
-
-    def __init__(
-        self,
-        group_id: int,
-        spec: FullAttention | RecurrentState,
-        find: Callable[[bytes, int], int | None],
-        *,
-        digest_len: int,
-        align_len: int,
-    ) -> None:
-        self.group_id = group_id
-        self.spec = spec
-        self.block_len = spec.block_len
-        self.digests_per_block = spec.block_len // digest_len
-        self.find = find
-        self.align_len = align_len
-
-    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
-        """Return the table of the longest cached prefix of at most `max_len` positions."""
-        find, group_id, step = self.find, self.group_id, self.digests_per_block
-        block_ids: list[int] = []
-        for digest in digests[step - 1 : max_len // self.block_len * step : step]:
-            block_id = find(digest, group_id)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        aligned_len = len(block_ids) * self.block_len // self.align_len * self.align_len
-        return block_ids[: aligned_len // self.block_len]
-
-    def table_len(self, start: int, num_tokens: int, chunk_len: int) -> int:
-        """Return how long a table is when a sequence begins to compute at `start`.
-
-        Args:
-            start: Position.
-            num_tokens: Known ones, for which blocks are taken now, as far as they are needed at once.
-            chunk_len: Most positions that a step computes.
-        """
-        return self.spec.blocks_for(num_tokens)
-
-    def num_partial(self, num_tokens: int) -> int:
-        """Return how many blocks of so many tokens the next one may write: those not full; a state, all."""
-        return self.spec.blocks_for(num_tokens) - num_tokens // self.block_len
-
-
-class SlidingWindowManager(FullAttentionManager):
-    """Blocks of one group of window layers: those that the window has passed are given back."""
-
-    __slots__ = ()
-
-    spec: SlidingWindow
-
-    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
-        """Return the table of the longest prefix of which the window's blocks are cached."""
-        find, group_id, step = self.find, self.group_id, self.digests_per_block
-        blocks_per_align = self.align_len // self.block_len
-        num_blocks = max_len // self.align_len * blocks_per_align
-        while num_blocks:
-            first = self.spec.num_unseen(num_blocks * self.block_len)
-            found: list[int] = []
-            for block_idx in range(num_blocks - 1, first - 1, -1):
-                block_id = find(digests[(block_idx + 1) * step - 1], group_id)
-                if block_id is None:
-                    # Only prefixes that end before this block do without it.
-                    num_blocks = block_idx // blocks_per_align * blocks_per_align
-                    break
-                found.append(block_id)
-            else:
-                return [NULL_BLOCK] * first + found[::-1]
-        return []
-
-    def table_len(self, start: int, num_tokens: int, chunk_len: int) -> int:
-        """Return how long a table is that holds the blocks of a window and a chunk; see the base."""
-        first = self.spec.num_unseen(start)
-        most_held = self.spec.most_held(num_tokens, chunk_len)
-        return min(self.spec.blocks_for(num_tokens), first + most_held)
-
-
-class RecurrentStateManager(FullAttentionManager):
-    """Blocks of one group of recurrent layers: one run per sequence, of no use to another one."""
-
-    __slots__ = ()
-
-    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
-        """Return nothing: a state of the end of a prefix is overwritten by the next token's."""
-        return []
 
 
 class KVAllocator:
@@ -152,7 +51,9 @@ class KVAllocator:
 
     Attributes:
         block_len: Positions of a digest: every group's block length is a multiple of it.
-        enable_prefix_caching: As given; false if some layers keep a state, of which no prefix is kept.
+        host_tier: As given.
+        prefix_cache: Finds and registers blocks; disabled if some layers keep a state, of which no prefix is
+            kept.
 
     Raises:
         ConfigError: No group, or groups that do not share a pool.
@@ -174,9 +75,7 @@ class KVAllocator:
             raise ConfigError(f"KV groups share one pool, but they speak of {sorted(sizes)} blocks")
         (num_blocks,) = sizes
         self.num_groups = len(groups)
-        self._root_digest = root_digest(hash_seed)
-        self._cache_log = cache_log
-        self._host_tier = host_tier
+        self.host_tier = host_tier
         self.pool = KVBlockPool(
             num_blocks,
             len(groups),
@@ -187,17 +86,17 @@ class KVAllocator:
             group.spec.block_len for group in groups if not isinstance(group.spec, RecurrentState)
         ] or [1]
         self.block_len = math.gcd(*block_lens)
-        self._align_len = math.lcm(*block_lens)
+        align_len = math.lcm(*block_lens)
         self._chunk_len = chunk_len
         self._max_unapplied = max_unapplied
         self._groups = tuple(groups)
         self._managers = tuple(
-            _manager_class(group)(
+            manager_class(group)(
                 group.group_id,
                 group.spec,
                 self.pool.find if host_tier is None else self._find,
                 digest_len=self.block_len,
-                align_len=self._align_len,
+                align_len=align_len,
             )
             for group in groups
         )
@@ -207,7 +106,15 @@ class KVAllocator:
         self._growing_managers = tuple(
             manager for manager in self._managers if not isinstance(manager, RecurrentStateManager)
         )
-        self.enable_prefix_caching = enable_prefix_caching and self._growing_managers == self._managers
+        self.prefix_cache = PrefixCache(
+            self._managers,
+            self.pool,
+            block_len=self.block_len,
+            align_len=align_len,
+            is_enabled=enable_prefix_caching and not self.keeps_states,
+            hash_seed=hash_seed,
+            cache_log=cache_log,
+        )
         self.num_window_blocks_freed = 0
 
     @property
@@ -245,55 +152,14 @@ class KVAllocator:
         """Whether there is a free block."""
         return self.pool.num_free > 0
 
-    def hash_blocks(self, sequence: SequenceState, num_blocks: int) -> None:
-        """Compute the digests of the sequence's first `num_blocks` times `block_len` tokens, all known."""
-        digests = sequence.block_digests
-        if len(digests) >= num_blocks:
-            return
-        token_ids, block_len = sequence.token_ids, self.block_len
-        if not digests:
-            cache_salt = sequence.tokenized.request.cache_salt
-            digests.append(block_digest(self._root_digest, token_ids[:block_len], cache_salt))
-        parent = digests[-1]
-        for start in range(len(digests) * block_len, num_blocks * block_len, block_len):
-            parent = block_digest(parent, token_ids[start : start + block_len])
-            digests.append(parent)
-
-    def reusable_blocks(self, sequence: SequenceState) -> int:
-        """Return how many times `block_len` leading tokens the cache could spare if all were there.
-
-        At least one token is left to compute, because the next one is sampled from its logits. Prompt
-        tokens to be scored are computed, not looked up.
-        """
-        if not self.enable_prefix_caching or sequence.prompt_logprobs is not None:
-            return 0
-        return (len(sequence.token_ids) - 1) // self.block_len
-
-    def fills_next(self, other: SequenceState, sequence: SequenceState) -> bool:
-        """Return whether the block that another sequence fills next is one of this sequence's own prefix.
-
-        It must know that many tokens. Digests are computed in doubled steps, as far as both are alike.
-        """
-        num_blocks = other.num_registered_blocks + 1
-        if num_blocks * self.block_len > len(other.token_ids):
-            return False
-        self.hash_blocks(other, num_blocks)
-        num_alike = 0
-        while num_alike < num_blocks:
-            num_alike = min(num_blocks, max(1, 2 * num_alike, len(sequence.block_digests)))
-            self.hash_blocks(sequence, num_alike)
-            if sequence.block_digests[num_alike - 1] != other.block_digests[num_alike - 1]:
-                return False
-        return True
-
     def match_prefix(self, sequence: SequenceState) -> list[list[int]]:
         """Return, per group, the table of the longest prefix that is cached in all of them.
 
         Null blocks stand in it for those that are not needed, negative numbers for blocks on the host. All
         groups' matches are equally long, counted in positions. Of a swapped sequence: its own table.
         """
-        if self._host_tier is not None:
-            swapped = self._host_tier.swapped(sequence.sequence_id)
+        if self.host_tier is not None:
+            swapped = self.host_tier.swapped(sequence.sequence_id)
             if swapped is not None:
                 return [
                     [
@@ -302,51 +168,12 @@ class KVAllocator:
                     ]
                     for group_id, table in enumerate(swapped.tables)
                 ]
-        max_blocks = self.reusable_blocks(sequence)
-        matches: list[list[int]] = [[] for _ in self._managers]
-        if max_blocks == 0:
-            return matches
-        max_len = self._hash_while_found(sequence, max_blocks) * self.block_len
-        # A group that finds less shortens the hit for all; until none does. Full attention comes first to
-        # its end: each prefix of a match is one. That of a window may be none, so it looks again.
-        is_shorter = True
-        while is_shorter:
-            is_shorter = False
-            for manager in self._managers:
-                match = matches[manager.group_id]
-                if len(match) * manager.block_len != max_len:
-                    match = matches[manager.group_id] = manager.match(sequence.block_digests, max_len)
-                if len(match) * manager.block_len < max_len:
-                    max_len = len(match) * manager.block_len
-                    is_shorter = True
-        return matches
-
-    def _hash_while_found(self, sequence: SequenceState, max_blocks: int) -> int:
-        """Compute the digests that `match_prefix` may need, and return of how many blocks.
-
-        Behind a block that full attention lacks there is no match: of a long prompt that nobody has asked
-        before, most is hashed when it is computed, chunk by chunk, and not when it comes.
-        """
-        for manager in self._managers:
-            if type(manager) is FullAttentionManager:
-                break
-        else:
-            self.hash_blocks(sequence, max_blocks)
-            return max_blocks
-        num_blocks = _LEAST_HASHED * self._align_len // self.block_len
-        while num_blocks < max_blocks:
-            self.hash_blocks(sequence, num_blocks)
-            hashed_len = num_blocks * self.block_len
-            if len(manager.match(sequence.block_digests, hashed_len)) * manager.block_len < hashed_len:
-                return num_blocks
-            num_blocks *= 2
-        self.hash_blocks(sequence, max_blocks)
-        return max_blocks
+        return self.prefix_cache.match(sequence)
 
     def matched_len(self, sequence: SequenceState, matches: Sequence[list[int]]) -> int:
         """Return how many positions of a sequence the matches of all groups hold."""
-        if self._host_tier is not None:
-            swapped = self._host_tier.swapped(sequence.sequence_id)
+        if self.host_tier is not None:
+            swapped = self.host_tier.swapped(sequence.sequence_id)
             if swapped is not None:
                 return swapped.num_tokens
         return len(matches[0]) * self._managers[0].block_len if matches[0] else 0
@@ -385,8 +212,8 @@ class KVAllocator:
                     pool.acquire(block_id)
             table.block_ids[manager.group_id].extend(match)
             table.num_null[manager.group_id] = num_unseen
-        if self._host_tier is not None:
-            self._load(sequence, start, self._host_tier)
+        if self.host_tier is not None:
+            self._load(sequence, start, self.host_tier)
         for manager, table_len in zip(self._managers, table_lens, strict=True):
             block_ids = table.block_ids[manager.group_id]
             block_ids.extend(pool.allocate(table_len - len(block_ids), manager.group_id))
@@ -541,61 +368,6 @@ class KVAllocator:
         """Return the most blocks that `take` needs for a sequence of so many known tokens."""
         return sum(manager.spec.most_held(num_tokens, self._chunk_len) for manager in self._managers)
 
-    def register(self, sequence: SequenceState) -> None:
-        """Make the sequence's full blocks findable, as far as planned steps fill them with known tokens."""
-        if not self.enable_prefix_caching:
-            return
-        num_full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // self.block_len
-        num_registered = sequence.num_registered_blocks
-        if num_full <= num_registered:
-            return
-        self.hash_blocks(sequence, num_full)
-        for manager in self._managers:
-            step = manager.digests_per_block
-            self._register(manager, sequence, range(num_registered // step, num_full // step))
-        sequence.num_registered_blocks = num_full
-
-    def _register(
-        self, manager: FullAttentionManager, sequence: SequenceState, block_idxs: Iterable[int]
-    ) -> None:
-        """Make blocks of a sequence's table findable, whose content is known; null blocks are passed over."""
-        register, step = self.pool.register, manager.digests_per_block
-        block_ids, digests = sequence.block_table.block_ids[manager.group_id], sequence.block_digests
-        new = [
-            block_idx
-            for block_idx in block_idxs
-            if block_ids[block_idx] != NULL_BLOCK
-            and register(block_ids[block_idx], digests[(block_idx + 1) * step - 1])
-        ]
-        if new and self._cache_log is not None:
-            self._log_stored(self._cache_log, manager, sequence, new)
-
-    def _log_stored(
-        self,
-        cache_log: CacheLog,
-        manager: FullAttentionManager,
-        sequence: SequenceState,
-        block_idxs: Sequence[int],
-    ) -> None:
-        """Log blocks of a sequence that have become findable, runs of consecutive ones together."""
-        step, block_len, digests = manager.digests_per_block, manager.block_len, sequence.block_digests
-        window_len = manager.spec.window_len if isinstance(manager.spec, SlidingWindow) else None
-        begin = 0
-        for end in range(1, len(block_idxs) + 1):
-            if end < len(block_idxs) and block_idxs[end] == block_idxs[end - 1] + 1:
-                continue
-            first, last = block_idxs[begin], block_idxs[end - 1] + 1
-            begin = end
-            cache_log.stored(
-                manager.group_id,
-                block_len=block_len,
-                window_len=window_len,
-                parent=digests[first * step - 1] if first else None,
-                digests=digests[(first + 1) * step - 1 : last * step : step],
-                token_ids=sequence.token_ids[first * block_len : last * block_len],
-                cache_salt=None if first else sequence.tokenized.request.cache_salt,
-            )
-
     def invalidate(self, sequence: SequenceState, start: int, step_id: int) -> set[int]:
         """Make the sequence's blocks from position `start` on unfindable: what they hold is wrong.
 
@@ -608,11 +380,11 @@ class KVAllocator:
             Those blocks, and those that the sequence let go of since that step was planned.
         """
         table = sequence.block_table
-        if self._host_tier is not None:
+        if self.host_tier is not None:
             for manager in self._managers:
                 step = manager.digests_per_block
                 for digest in sequence.block_digests[(start // manager.block_len + 1) * step - 1 :: step]:
-                    self._host_tier.forget(digest, manager.group_id)
+                    self.host_tier.forget(digest, manager.group_id)
         invalid = {block_id for dropped_after, block_id in table.dropped if dropped_after >= step_id}
         for manager in self._managers:
             block_ids = table.block_ids[manager.group_id]
@@ -640,7 +412,7 @@ class KVAllocator:
     def release(self, sequence: SequenceState) -> None:
         """Give back every block; those that are full stay findable until they are given out anew."""
         if sequence.blocks_are_valid:
-            self.register(sequence)
+            self.prefix_cache.register(sequence)
         table = sequence.block_table
         for block_ids, num_null in zip(table.block_ids, table.num_null, strict=True):
             self.pool.release(block_ids[num_null:] if num_null else block_ids)
@@ -681,43 +453,43 @@ class KVAllocator:
         """
         num_tokens = sequence.num_computed_tokens
         if (
-            self._host_tier is None
+            self.host_tier is None
             or sequence.rows
             or not sequence.blocks_are_valid
             or not 0 < num_tokens < len(sequence.token_ids)
         ):
             return
-        self.register(sequence)
+        self.prefix_cache.register(sequence)
         tables: list[list[BlockToSwap | None]] = []
         for manager in self._managers:
-            num_full = num_tokens // manager.block_len if self.enable_prefix_caching else 0
+            num_full = num_tokens // manager.block_len if self.prefix_cache.is_enabled else 0
             num_unseen, step = manager.spec.num_unseen(num_tokens), manager.digests_per_block
             block_ids = sequence.block_table.block_ids[manager.group_id]
             tables.append([None] * num_unseen)
             for idx in range(num_unseen, manager.spec.blocks_for(num_tokens)):
                 digest = sequence.block_digests[(idx + 1) * step - 1] if idx < num_full else None
                 tables[-1].append(BlockToSwap(block_ids[idx], digest))
-        self._host_tier.swap_out(sequence.sequence_id, tables, num_tokens)
+        self.host_tier.swap_out(sequence.sequence_id, tables, num_tokens)
 
     def drop_swapped(self, sequence: SequenceState) -> None:
         """Give up what the host keeps of a sequence, if anything."""
-        if self._host_tier is not None:
-            self._host_tier.drop(sequence.sequence_id)
+        if self.host_tier is not None:
+            self.host_tier.drop(sequence.sequence_id)
 
     def note_step(self, plan: StepPlan, num_decodes: int, device_s: float) -> None:
         """Note how long a step took: it tells what computing a sequence again would take."""
-        if self._host_tier is not None:
-            self._host_tier.note_step(plan.num_tokens, num_decodes, device_s)
+        if self.host_tier is not None:
+            self.host_tier.note_step(plan.num_tokens, num_decodes, device_s)
 
     def take_transfers(self) -> tuple[tuple[BlockTransfer, ...], tuple[BlockTransfer, ...]]:
         """Return the stores and the loads of the plan that is made now."""
-        return ((), ()) if self._host_tier is None else self._host_tier.take_transfers()
+        return ((), ()) if self.host_tier is None else self.host_tier.take_transfers()
 
     def lose_transfers(self, plans: Iterable[StepPlan]) -> set[int]:
         """Forget what a failed step and those behind it were to move; return the blocks they were to load."""
-        if self._host_tier is None:
+        if self.host_tier is None:
             return set()
-        lost = self._host_tier.lose_transfers(plans)
+        lost = self.host_tier.lose_transfers(plans)
         for block_id in lost:
             self.pool.unregister(block_id)
         return lost
@@ -725,8 +497,8 @@ class KVAllocator:
     def _find(self, digest: bytes, group_id: int) -> int | None:
         """Return the block with this content in a group, the negative of one on the host, or None."""
         block_id = self.pool.find(digest, group_id)
-        if block_id is None and self._host_tier is not None:
-            host_block = self._host_tier.find(digest, group_id)
+        if block_id is None and self.host_tier is not None:
+            host_block = self.host_tier.find(digest, group_id)
             return None if host_block is None else -host_block
         return block_id
 
@@ -745,7 +517,7 @@ class KVAllocator:
             num_found = max(num_found, len(host_blocks) * manager.block_len)
             for host_block in host_blocks:
                 host_tier.hold(host_block)
-        if self.enable_prefix_caching and host_tier.swapped(sequence.sequence_id) is None:
+        if self.prefix_cache.is_enabled and host_tier.swapped(sequence.sequence_id) is None:
             num_looked_up = len(sequence.token_ids) - start + num_found
             host_tier.note_lookup(num_looked_up, num_found)
         for manager in self._managers:
@@ -757,8 +529,8 @@ class KVAllocator:
                     host_tier.load(-block_id, table[idx])
                     if (idx + 1) * manager.block_len <= start:
                         full.append(idx)
-            if self.enable_prefix_caching:
-                self._register(manager, sequence, full)
+            if self.prefix_cache.is_enabled:
+                self.prefix_cache.register_blocks(manager, sequence, full)
         host_tier.drop(sequence.sequence_id)
 
     def check(self, sequences: Iterable[SequenceState]) -> None:
@@ -787,8 +559,8 @@ class KVAllocator:
                 ):
                     raise InvariantError(f"a table of group {manager.group_id} holds more than it needs")
         self.pool.check(held)
-        if self._host_tier is not None:
-            self._host_tier.check()
+        if self.host_tier is not None:
+            self.host_tier.check()
 
     def _drop(self, manager: SlidingWindowManager, sequence: SequenceState) -> int:
         """Let go of what a window has passed; return how many blocks that was."""
@@ -826,9 +598,3 @@ class KVAllocator:
 def _first_difference(own: list[int], taken: list[int], num_blocks: int) -> int:
     """Return where the tables of two rows part; none of their blocks are the same behind that."""
     return bisect_left(range(num_blocks), True, key=lambda idx: own[idx] != taken[idx])
-
-
-def _manager_class(group: KVGroup) -> type[FullAttentionManager]:
-    if isinstance(group.spec, RecurrentState):
-        return RecurrentStateManager
-    return SlidingWindowManager if isinstance(group.spec, SlidingWindow) else FullAttentionManager

@@ -40,8 +40,9 @@ from asyncserve.loop.grammar_cache import GrammarCache
 from asyncserve.loop.intake import Arrival, Intake
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.restart_budget import WINDOW_S, RestartBudget
-from asyncserve.loop.scheduler import Scheduler, StepDeltas
+from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.start_rate import StartRate
+from asyncserve.loop.step_outputs import StepDeltas
 from asyncserve.observer import EngineStatistics, Observer
 from asyncserve.request import (
     FinishReason,

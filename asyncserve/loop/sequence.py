@@ -1,7 +1,8 @@
 """One sequence as the scheduler knows it, and its block tables.
 
 A `SequenceState` is made by `Scheduler.add` and changed by the scheduler (blocks and digests: by
-`KVAllocator`) alone. It knows no policy. How the counts relate, with one step in flight (block_len 4):
+`KVAllocator` and its `PrefixCache`) alone. It knows no policy. How the counts relate, with one step in flight
+(block_len 4):
 
     position            0 1 2 3 | 4 5 6 7 | 8
     token_ids           x x x x   x x             known here: prompt and applied outputs

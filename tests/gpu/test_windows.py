@@ -75,13 +75,13 @@ def serve(
             seed=0,
         )
         scheduler.add(tokenized, RequestTimeline(arrived_s=0.0))
-    states = dict(scheduler._sequences)
+    states = dict(scheduler._live.sequences)
     while not scheduler.is_idle:
         plan = scheduler.plan(0.0)
         assert plan is not None
         output = runner.run(plan).wait()
         # The step has read what was let go of when it was planned; the next one must not.
-        poison(runner._kv_cache, scheduler._allocator.pool)
+        poison(runner._kv_cache, scheduler._live.allocator.pool)
         scheduler.apply(output, 0.0)
         scheduler.check()
     statistics = EngineStatistics()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncserve.errors import DeviceLost, StepFailed
-from asyncserve.loop.scheduler import Scheduler, StepDeltas
+from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.sequence import SequenceStatus
+from asyncserve.loop.step_outputs import StepDeltas
 from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import (
     FinishReason,
@@ -144,7 +145,7 @@ class Bench:
         """Plan one step and give it to the device, which does not run it yet."""
         plan = self.scheduler.plan(self.now_s)
         self.scheduler.check()
-        self.cache_mirror.check(self.scheduler._allocator)
+        self.cache_mirror.check(self.scheduler._live.allocator)
         if plan is not None:
             self.rules.check(plan)
             mentioned = {sequence.slot for earlier in self.in_flight for sequence in earlier.sequences}
@@ -189,7 +190,7 @@ class Bench:
 
     def check_tables(self) -> None:
         """Hold the block tables of running sequences against the device's; no step may be in flight."""
-        for sequence in self.scheduler._slot_holders:
+        for sequence in self.scheduler._live.slot_holders:
             if sequence is None or sequence.status is not SequenceStatus.RUNNING:
                 continue
             table = sequence.block_table

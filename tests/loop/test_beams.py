@@ -87,7 +87,7 @@ def test_blocks_that_no_row_holds_any_more_are_free_at_once() -> None:
         most = max(most, bench.statistics().num_blocks_used)
         held = {
             block
-            for beams in bench.scheduler._searches
+            for beams in bench.scheduler._live.searches
             for row in beams.rows
             for block in row.block_table.block_ids[0]
         }

@@ -322,7 +322,7 @@ def test_a_tenant_pays_for_branches_what_others_would_cost_it() -> None:
         for _ in range(3):
             bench.add(prompt(10), tenant="a", leader_id=leader if leads else None)
         bench.run()
-        served.append(bench.scheduler._waiting.served("a"))  # type: ignore[attr-defined]
+        served.append(bench.scheduler._live.waiting.served("a"))  # type: ignore[attr-defined]
     assert served[0] == served[1]
 
 

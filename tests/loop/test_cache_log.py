@@ -3,7 +3,8 @@ from array import array
 from asyncserve.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
 from asyncserve.kv_spec import FullAttention, KVGroup, SlidingWindow
 from asyncserve.loop.cache_log import CacheLog
-from asyncserve.loop.kv_groups import _LEAST_HASHED, KVAllocator
+from asyncserve.loop.kv_groups import KVAllocator
+from asyncserve.loop.prefix_cache import _LEAST_HASHED
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from tests.loop.cache_mirror import CacheMirror
 from tests.loop.test_kv_groups import compute, group, sequence_of

@@ -54,7 +54,7 @@ def compute(allocator: KVAllocator, sequence: SequenceState) -> None:
     """Take blocks, and count every known token as computed."""
     assert allocator.take(sequence, allocator.match_prefix(sequence), 0)
     sequence.num_computed_tokens = len(sequence.token_ids)
-    allocator.register(sequence)
+    allocator.prefix_cache.register(sequence)
 
 
 def test_a_match_leaves_at_least_one_token_to_compute() -> None:

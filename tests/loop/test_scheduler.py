@@ -10,8 +10,8 @@ from asyncserve.errors import (
     PromptTooLong,
     StepFailed,
 )
-from asyncserve.loop import scheduler
-from asyncserve.loop.scheduler import MAX_ADMITTED, MAX_DEFERRED
+from asyncserve.loop import live_sequences
+from asyncserve.loop.step_planner import MAX_ADMITTED, MAX_DEFERRED
 from asyncserve.observer import RequestTimeline
 from asyncserve.request import FinishReason
 from asyncserve.step import BAD_LOGITS, StepOutput
@@ -309,7 +309,7 @@ def test_slot_and_blocks_come_back_when_the_last_step_that_mentions_the_sequence
 
 def _many_that_end_together(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Return a bench in whose last step eight sequences of two blocks ended, three of them given back."""
-    monkeypatch.setattr(scheduler, "RELEASED_BLOCKS", 5)
+    monkeypatch.setattr(live_sequences, "RELEASED_BLOCKS", 5)
     bench = Bench(fake_info(num_slots=8, max_num_batched_tokens=64))
     for number in range(8):
         bench.add(prompt(5, 50 * number + 1), max_tokens=3)
@@ -902,7 +902,7 @@ def test_an_idle_scheduler_plans_nothing() -> None:
 def test_waiting_without_hope_is_noticed() -> None:
     bench = Bench()
     bench.add(prompt(3))
-    bench.scheduler._free_slots.clear()
+    bench.scheduler._live.free_slots.clear()
     with pytest.raises(InvariantError, match="1 sequences wait, 0 decode, 0 prefill, no step is in flight"):
         bench.scheduler.plan(0.0)
 
@@ -911,7 +911,7 @@ def test_check_notices_a_slot_that_is_lost_or_given_out_twice() -> None:
     bench = Bench()
     bench.add(prompt(3))
     bench.must_plan()
-    bench.scheduler._free_slots.append(0)
+    bench.scheduler._live.free_slots.append(0)
     with pytest.raises(InvariantError, match="every slot is free or held once"):
         bench.scheduler.check()
 

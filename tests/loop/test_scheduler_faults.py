@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from asyncserve.errors import StepFailed, StepOutOfMemory
-from asyncserve.loop.scheduler import FAILED_ALONE_LIMIT
 from asyncserve.loop.sequence import SequenceState
+from asyncserve.loop.step_failures import FAILED_ALONE_LIMIT
 from asyncserve.loop.step_limit import STEPS_KEPT_SMALL
 from asyncserve.observer import RequestTimeline
 from asyncserve.request import FinishReason
@@ -408,7 +408,7 @@ def test_who_runs_gives_way_to_suspects_that_find_no_room() -> None:
     # What suspects had shared they may need for themselves now: somebody takes as much as that.
     other = SequenceState(bench.tokenized[suspect], RequestTimeline(arrived_s=0.0), (9, 9), 1)
     bench.apply()
-    allocator = bench.scheduler._allocator
+    allocator = bench.scheduler._live.allocator
     assert allocator.take(other, allocator.match_prefix(other), 0)
     plan = bench.scheduler.plan(0.0)
     assert plan is not None

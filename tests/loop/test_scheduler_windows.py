@@ -96,7 +96,7 @@ def test_a_hit_needs_but_the_windows_blocks_and_brings_null_blocks_for_the_other
     # Without one of the two there is no such hit, without any other there is.
     again = [*tokens, 2]
     second = subject.add(again, max_tokens=1)
-    allocator, waiting = subject.scheduler._allocator, subject.scheduler._sequences[second]
+    allocator, waiting = subject.scheduler._live.allocator, subject.scheduler._live.sequences[second]
     matches = allocator.match_prefix(waiting)
     for block_idx in range(8):
         found = allocator.pool.find(waiting.block_digests[block_idx], 1)
@@ -127,7 +127,7 @@ def test_who_read_a_block_of_a_failed_step_and_let_go_of_it_is_set_back_too() ->
     second = subject.add([*prompt(16), *prompt(6, seed=1)], max_tokens=5)
     plan = subject.must_plan()
     assert subject.timelines[second].num_cached_tokens == 16
-    (state,) = [each for each in subject.scheduler._decoding if each.sequence_id == second]
+    (state,) = [each for each in subject.scheduler._live.decoding if each.sequence_id == second]
     assert not any(state.block_table.block_ids[0][:4]), "the hit is behind the window already"
     assert len(plan.sequences) == 2
     subject.fail()

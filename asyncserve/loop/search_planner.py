@@ -1,0 +1,124 @@
+"""What beam searches add to a plan: all rows of a search enter slots together, and sample together.
+
+`SearchPlanner` takes a draft and a search, and puts what its rows compute into the draft, if there is room
+for all of them; what rows have to compute before is shared out as prompts are. Knows neither which search is
+asked when (`step_planner`) nor what a search has found (`beam_search`).
+"""
+
+from bisect import insort
+
+from asyncserve.loop.beams import BeamRows
+from asyncserve.loop.live_sequences import LiveSequences
+from asyncserve.loop.plan_draft import PlanDraft
+from asyncserve.loop.sequence import SequenceStatus
+from asyncserve.loop.waiting import by_order
+
+
+class SearchPlanner:
+    """Plans the rows of beam searches.
+
+    Args:
+        live: The sequences.
+    """
+
+    def __init__(self, live: LiveSequences) -> None:
+        self._live = live
+        self._next_search_id = 0
+
+    def sample(self, draft: PlanDraft, beams: BeamRows) -> None:
+        """Let all rows of a search sample that is ready, if there is room for that."""
+        live = self._live
+        rows = beams.computing_rows
+        first, others = beams.first, beams.rows[1:]
+        begins, start = beams.begins, first.num_computed_tokens
+        # Where steps are kept small it goes beyond that, alone: rows cannot take turns.
+        if start + 1 >= first.max_len or (len(rows) > draft.budget_left and not draft.is_empty):
+            return
+        if beams.has_sampled:
+            lacking = [row for row in rows if start >= row.block_table.covered_len]
+            for row in lacking:
+                live.allocator.drop_unseen(row)
+            if not draft.make_room(first, sum(map(live.allocator.extend_cost, lacking))):
+                return
+            for row in lacking:
+                draft.append_blocks(row, live.allocator.extend(row))
+        else:
+            if begins and not draft.make_room(
+                first, len(others) * live.allocator.fork_cost(len(first.token_ids))
+            ):
+                return
+            for row in rows:
+                new_ids = live.allocator.advance(row)
+                if new_ids is None:
+                    live.preempt(first)  # what other rows were given is not lost with the draft
+                    return
+                draft.append_blocks(row, new_ids)
+        for row in beams.rows:
+            row.last_step_id = draft.step_id
+        for row in rows:
+            row.num_computed_tokens += 1
+        if beams.has_sampled:
+            draft.beam_rows += rows
+        else:
+            # For some this step is to compute what is before their last token, too.
+            before = dict(draft.prefills)
+            draft.prefills = [each for each in draft.prefills if each[0] not in rows]
+            draft.prefills += [(row, before.get(row, 0) + 1) for row in rows]
+        if begins:
+            for row in others:
+                copies = live.allocator.fork(first, row, 0)
+                assert copies is not None, "room was made"
+                draft.copies += copies
+                draft.append_blocks(row, row.block_table.block_ids)
+            draft.branches[first] = others
+        beams.has_sampled = True
+        draft.searches.append(beams)
+        draft.budget_left = max(0, draft.budget_left - len(rows))
+
+    def admit(self, draft: PlanDraft, beams: BeamRows, num_spare: int) -> bool:
+        """Give all rows of a waiting search slots, and blocks for what they know, if there are enough."""
+        live = self._live
+        beams.enter(self._next_search_id)
+        width, rows = beams.width, beams.computing_rows
+        allocator = live.allocator
+        num_tokens = len(beams.first.token_ids)
+        needed = len(rows) * allocator.most_taken(num_tokens)
+        if beams.begins:
+            needed += (width - 1) * allocator.fork_cost(num_tokens)
+        if len(live.free_slots) < width or needed + num_spare > allocator.pool.num_free:
+            return False
+        self._next_search_id += 1
+        insort(live.searches, beams, key=lambda each: each.first.order)
+        for row in beams.rows:
+            is_branch = row not in rows
+            if not is_branch:
+                taken = allocator.take(row, allocator.match_prefix(row), 0)
+                assert taken, "blocks were counted"
+            draft.admit(row, is_branch=is_branch)
+            row.last_step_id = draft.step_id
+            if not is_branch and row.num_remaining_tokens > 1:
+                insort(live.prefilling, row, key=by_order)
+                if draft.budget_left > 0:
+                    draft.take_chunk(row, draft.prompt_chunk(row, draft.num_wanted(row), others_want=True))
+        if beams.is_ready:
+            self.sample(draft, beams)
+        return True
+
+    def retry(self, draft: PlanDraft, beams: BeamRows) -> bool:
+        """Plan for a suspected search what a step takes; return whether there is room for it."""
+        live = self._live
+        if beams.first.status is SequenceStatus.WAITING:
+            if not self.admit(draft, beams, 0):
+                return False
+            for row in beams.rows[1:]:
+                live.waiting.start(row)
+            return True
+        for row in beams.rows:
+            if row in live.prefilling and draft.budget_left > 0:
+                if not draft.cover_or_preempt(row, live.allocator.advance):
+                    return False
+                num_tokens = draft.prompt_chunk(row, draft.num_wanted(row), others_want=False)
+                draft.take_chunk(row, num_tokens)
+        if beams.is_ready and beams not in draft.searches:
+            self.sample(draft, beams)
+        return True
