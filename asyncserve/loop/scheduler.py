@@ -888,11 +888,17 @@ class Scheduler:
             for row in lacking:
                 self._append_blocks(draft, row, self._allocator.extend(row))
         else:
+            # What this step computes before the last token needs what the window of that token has passed.
+            planned = {row for row, _ in draft.prefills}
+            if any(len(row.token_ids) > row.block_table.covered_len for row in rows if row in planned):
+                return
             if begins and not self._make_room(
                 draft, first, len(others) * self._allocator.fork_cost(len(first.token_ids))
             ):
                 return
             for row in rows:
+                if row in planned:
+                    continue
                 new_ids = self._allocator.advance(row)
                 if new_ids is None:
                     self._preempt(first)  # what other rows were given is not lost with the draft
