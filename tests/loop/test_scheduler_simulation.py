@@ -184,7 +184,7 @@ def simulate(seed: int) -> dict[str, int]:
         prompt = tokenized.prompt_token_ids
         if sampling.use_beam_search:
             num_searches += 1
-            check_search(bench, sequence_id, may_fail=bool(failure_rate))
+            check_search(bench, sequence_id, may_fail=bool(failure_rate or loss_rate))
             continue
         expected = fake_continuation(prompt, tokenized.max_output_len, VOCAB)
         reason = FinishReason.LENGTH
