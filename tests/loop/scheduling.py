@@ -79,6 +79,8 @@ class Bench:
         """Whether a culprit lets the device be lost, instead of a step fail."""
         self.num_failed_steps = 0
         self.num_losses = 0
+        self.num_operations = 0
+        """Sequences added, aborted, paused and resumed, steps planned, applied and failed, devices lost."""
         self._holders: dict[int, int] = {}  # slot → sequence id
         self._sequence_ids: dict[int, dict[int, int]] = {}  # step → sequence → positions computed by then
         self.now_s = 0.0
@@ -96,6 +98,7 @@ class Bench:
         **sampling: Any,
     ) -> int:
         """Add one sequence and return its id: 0, 1, 2 …"""
+        self.num_operations += 1
         sequence_id = len(self.received)
         params = SamplingParams(max_tokens=max_tokens, **sampling)
         request = Request(
@@ -135,10 +138,23 @@ class Bench:
         return [each for each, leader in self._leaders.items() if leader == self._leaders[sequence_id]]
 
     def abort(self, sequence_id: int) -> bool:
+        self.num_operations += 1
         was_live = self.scheduler.abort(sequence_id)
         self.scheduler.check()
         self.aborted.add(sequence_id)
         return was_live
+
+    def pause(self, sequence_id: int) -> bool:
+        self.num_operations += 1
+        was_running = self.scheduler.pause(sequence_id)
+        self.scheduler.check()
+        return was_running
+
+    def resume(self, sequence_id: int) -> bool:
+        self.num_operations += 1
+        was_paused = self.scheduler.resume(sequence_id)
+        self.scheduler.check()
+        return was_paused
 
     def plan(self) -> StepPlan | None:
         """Plan one step and give it to the device, which does not run it yet."""
@@ -146,6 +162,7 @@ class Bench:
         self.scheduler.check()
         self.cache_mirror.check(self.scheduler._allocator)
         if plan is not None:
+            self.num_operations += 1
             self.rules.check(plan)
             mentioned = {sequence.slot for earlier in self.in_flight for sequence in earlier.sequences}
             assert not mentioned.intersection(plan.released_slots), "a step in flight uses a released slot"
@@ -182,6 +199,7 @@ class Bench:
 
     def apply_output(self, output: StepOutput) -> list[TokenDelta]:
         self.now_s += 1.0
+        self.num_operations += 1
         deltas = self._deliver(_all_deltas(self.scheduler.apply(output, self.now_s)))
         if not self.in_flight:
             self.check_tables()
@@ -203,6 +221,7 @@ class Bench:
         self.runner.fail(plan)
         self.now_s += 1.0
         self.num_failed_steps += 1
+        self.num_operations += 1
         error = kind("out of order", step_id=plan.step_id)
         deltas = self._deliver(self.scheduler.fail(plan.step_id, error))
         for delta in deltas:
@@ -216,6 +235,7 @@ class Bench:
         oldest = self.in_flight[0] if self.in_flight and by_step else None
         self.in_flight.clear()
         self.num_losses += 1
+        self.num_operations += 1
         deltas = self._deliver(self.scheduler.lose_device(DeviceLost("gone") if oldest else None))
         for delta in deltas:
             assert isinstance(delta.error, StepFailed)
