@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncserve.errors import DeviceLost, StepFailed
+from asyncserve.kv_spec import RecurrentState
 from asyncserve.loop.scheduler import Scheduler, StepDeltas
 from asyncserve.loop.sequence import SequenceStatus
 from asyncserve.observer import EngineStatistics, RequestTimeline
@@ -276,7 +277,31 @@ class Bench:
     def statistics(self) -> EngineStatistics:
         statistics = EngineStatistics()
         self.scheduler.fill_statistics(statistics)
+        self._check_ledger(statistics)
         return statistics
+
+    def _check_ledger(self, statistics: EngineStatistics) -> None:
+        """Hold what is told of the pool against the tables, block by block."""
+        groups = statistics.kv_groups
+        assert sum(each.num_blocks_used for each in groups) == statistics.num_blocks_used
+        assert sum(each.num_blocks_cached for each in groups) == statistics.num_blocks_cached
+        assert statistics.num_blocks_used + statistics.num_blocks_cached <= statistics.num_blocks
+        for group in groups:
+            spec = self.info.kv_groups[group.group_id].spec
+            if isinstance(spec, RecurrentState):
+                continue
+            filled: dict[int, int] = {}
+            for sequence in self.scheduler._slot_holders:
+                if sequence is None:
+                    continue
+                table = sequence.block_table
+                for idx, block_id in enumerate(table.block_ids[group.group_id]):
+                    if idx >= table.num_null[group.group_id]:
+                        num = min(spec.block_len, max(0, sequence.num_computed_tokens - idx * spec.block_len))
+                        filled[block_id] = max(num, filled.get(block_id, 0))
+            assert group.num_blocks_used == len(filled)
+            assert group.num_slots == len(filled) * spec.block_len
+            assert group.num_slots_unused == group.num_slots - sum(filled.values())
 
     def tokens_of(self, sequence_id: int) -> list[int]:
         return self.received[sequence_id].token_ids
