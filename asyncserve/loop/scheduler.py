@@ -566,7 +566,10 @@ class Scheduler:
         self._num_failed_steps += 1
         invalid = self._allocator.lose_transfers(each.plan for each in (entry, *self._in_flight))
         failed: list[SequenceState] = []
+        start = 0
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
+            # A branch shares what the sequence before it was to compute.
+            start = scheduled.start if scheduled.num_tokens else start
             sequence.num_unseen_tokens -= scheduled.samples
             suspect = self._representative(sequence)
             # Not those that an earlier failed step has set back, and that this one mentions nevertheless.
@@ -578,8 +581,8 @@ class Scheduler:
                 suspect.trial_len = scheduled.start + scheduled.num_tokens
             if is_blamed:
                 failed.append(suspect)
-            self._set_back(sequence, scheduled.start)
-            invalid |= self._allocator.invalidate(sequence, scheduled.start, step_id)
+            self._set_back(sequence, start)
+            invalid |= self._allocator.invalidate(sequence, start, step_id)
         for later in self._in_flight:
             origin_is_valid = True
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):
