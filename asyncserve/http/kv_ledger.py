@@ -10,6 +10,7 @@ a group has no layer are padding; the rest holds tokens or states. Blocks in the
 themselves, if it has any.
 """
 
+import http.client
 import json
 import os
 import sys
@@ -129,13 +130,15 @@ def _host_lines(host: Mapping[str, Any] | None) -> list[str]:
 def main(argv: list[str]) -> int:
     """Print the ledger of the server at `argv[0]`; return the exit status."""
     url = (argv[0] if argv else "http://127.0.0.1:8000").rstrip("/") + "/kv_cache"
-    request = urllib.request.Request(url)
-    if key := os.environ.get("API_KEY"):
-        request.add_header("Authorization", f"Bearer {key}")
+    key = os.environ.get("API_KEY")
     try:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
         with urllib.request.urlopen(request, timeout=10) as answer:
             print(ledger_table(json.load(answer)))
-    except (OSError, ValueError) as error:
+    except (KeyError, TypeError):
+        print(f"kv_ledger: {url}: what answers there is no ledger", file=sys.stderr)
+        return 1
+    except (OSError, ValueError, http.client.HTTPException) as error:
         # An HTTP error tells its reason in the body.
         reason = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else error
         print(f"kv_ledger: {url}: {reason}", file=sys.stderr)

@@ -9,7 +9,9 @@ import msgspec
 
 from asyncserve.errors import ConfigError
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+_MOST = 1_000_000_000
+"""ZeroMQ counts messages in 32 bits."""
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 
 
 class KVEventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +34,7 @@ class KVEventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: _Count = 10_000
-    hwm: Annotated[int, msgspec.Meta(ge=0)] = 100_000
+    hwm: Annotated[int, msgspec.Meta(ge=0, le=_MOST)] = 100_000
     max_queue_size: _Count = 100_000
     topic: str = ""
 

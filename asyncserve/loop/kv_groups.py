@@ -426,12 +426,7 @@ class KVAllocator:
             num_slots = num_unused = 0
             if manager in self._growing_managers:
                 num_slots = num_used * block_len
-                # Blocks that are shared are full, so those behind a sequence's end are its own; but for a
-                # branch that writes nothing, which is gone after a step.
-                num_unused = sum(
-                    max(0, len(each.block_table.block_ids[group_id]) * block_len - each.num_computed_tokens)
-                    for each in sequences
-                )
+                num_unused = self._num_unused(manager, sequences)
             groups.append(
                 KVGroupStatistics(
                     group_id=group_id,
@@ -442,6 +437,31 @@ class KVAllocator:
                 )
             )
         return groups
+
+    def _num_unused(self, manager: FullAttentionManager, sequences: Sequence[SequenceState]) -> int:
+        """Return how many slots of a group's blocks lie behind the end of all sequences that hold them."""
+        group_id, block_len, pool = manager.group_id, manager.block_len, self.pool
+        num_unused = 0
+        # Branches that write nothing share a partial block, and sequences that were set back share others.
+        shared: dict[int, int] = {}
+        for sequence in sequences:
+            table = sequence.block_table
+            block_ids = table.block_ids[group_id]
+            num_tokens = max(sequence.num_computed_tokens, table.num_null[group_id] * block_len)
+            num_behind = len(block_ids) * block_len - num_tokens
+            if num_behind <= 0:
+                continue
+            num_unused += num_behind
+            for idx in range(num_tokens // block_len, len(block_ids)) if pool.num_saved else ():
+                if pool.is_shared(block_ids[idx]):
+                    num = min(block_len, (idx + 1) * block_len - num_tokens)
+                    num_unused -= num
+                    shared[block_ids[idx]] = min(num, shared.get(block_ids[idx], num))
+        for sequence in sequences if shared else ():
+            num_full = sequence.num_computed_tokens // block_len
+            for block_id in sequence.block_table.block_ids[group_id][:num_full]:
+                shared.pop(block_id, None)
+        return num_unused + sum(shared.values())
 
     # The host tier
 

@@ -123,6 +123,10 @@ class KVBlockPool:
         """Return whether nobody holds the block."""
         return self._blocks[block_id].ref_count == 0
 
+    def is_shared(self, block_id: int) -> bool:
+        """Return whether the block is held more than once."""
+        return self._blocks[block_id].ref_count > 1
+
     def acquire(self, block_id: int) -> None:
         """Hold a block once more, for its content."""
         block = self._blocks[block_id]

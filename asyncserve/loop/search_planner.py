@@ -43,11 +43,17 @@ class SearchPlanner:
             for row in lacking:
                 draft.append_blocks(row, live.allocator.extend(row))
         else:
+            # What this step computes before the last token needs what the window of that token has passed.
+            planned = {row for row, _ in draft.prefills}
+            if any(len(row.token_ids) > row.block_table.covered_len for row in rows if row in planned):
+                return
             if begins and not draft.make_room(
                 first, len(others) * live.allocator.fork_cost(len(first.token_ids))
             ):
                 return
             for row in rows:
+                if row in planned:
+                    continue
                 new_ids = live.allocator.advance(row)
                 if new_ids is None:
                     live.preempt(first)  # what other rows were given is not lost with the draft

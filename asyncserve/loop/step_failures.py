@@ -58,7 +58,10 @@ class StepFailures:
         self._num_failed_steps += 1
         invalid = live.allocator.lose_transfers(each.plan for each in (entry, *live.in_flight))
         failed: list[SequenceState] = []
+        start = 0
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
+            # A branch shares what the sequence before it was to compute.
+            start = scheduled.start if scheduled.num_tokens else start
             sequence.num_unseen_tokens -= scheduled.samples
             suspect = live.representative(sequence)
             # Not those that an earlier failed step has set back, and that this one mentions nevertheless.
@@ -70,8 +73,8 @@ class StepFailures:
                 suspect.trial_len = scheduled.start + scheduled.num_tokens
             if is_blamed:
                 failed.append(suspect)
-            self._set_back(sequence, scheduled.start)
-            invalid |= live.allocator.invalidate(sequence, scheduled.start, step_id)
+            self._set_back(sequence, start)
+            invalid |= live.allocator.invalidate(sequence, start, step_id)
         for later in live.in_flight:
             origin_is_valid = True
             for scheduled, sequence in zip(later.plan.sequences, later.states, strict=True):

@@ -1,6 +1,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,21 @@ async def test_the_server_tells_its_ledger_and_the_program_prints_it(
     assert (status, refused) == (0, 1)
     assert ledger_table(ledger) in printed.out
     assert json.loads(printed.err.partition("kv_cache: ")[2])["error"]
+
+
+@pytest.mark.parametrize(
+    "url", ["foo", "http://[::", "http://127.0.0.1:1/ a", "ftp:", "http://127.0.0.1:1"], ids=repr
+)
+def test_the_program_says_of_an_address_what_is_wrong_with_it(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([url]) == 1
+    assert capsys.readouterr().err.startswith(f"kv_ledger: {url}/kv_cache: ")
+
+
+def test_the_program_tells_another_answer_from_a_ledger(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kv_cache").write_text("{}")
+    assert main([tmp_path.as_uri()]) == 1
+    assert "no ledger" in capsys.readouterr().err

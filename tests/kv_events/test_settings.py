@@ -45,6 +45,8 @@ def test_every_value_is_read() -> None:
         ('{"publisher": "kafka"}', r"Invalid enum value 'kafka' - at `\$\.publisher`"),
         ('{"buffer_steps": 0}', r"`int` >= 1 - at `\$\.buffer_steps`"),
         ('{"hwm": -1}', r"`int` >= 0 - at `\$\.hwm`"),
+        ('{"hwm": 3000000000}', r"`int` <= 1000000000 - at `\$\.hwm`"),
+        ('{"buffer_steps": 3000000000}', r"`int` <= 1000000000 - at `\$\.buffer_steps`"),
         ('{"max_queue_size": "many"}', r"Expected `int`, got `str` - at `\$\.max_queue_size`"),
         ('{"enable_kv_cache_events": 1}', "Expected `bool`, got `int`"),
         ('{"topic": "\udc80"}', "surrogates not allowed"),

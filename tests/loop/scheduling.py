@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncserve.errors import DeviceLost, StepFailed
+from asyncserve.kv_spec import RecurrentState
 from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.sequence import SequenceStatus
 from asyncserve.loop.step_outputs import StepDeltas
@@ -80,6 +81,8 @@ class Bench:
         """Whether a culprit lets the device be lost, instead of a step fail."""
         self.num_failed_steps = 0
         self.num_losses = 0
+        self.num_operations = 0
+        """Sequences added, aborted, paused and resumed, steps planned, applied and failed, devices lost."""
         self._holders: dict[int, int] = {}  # slot → sequence id
         self._sequence_ids: dict[int, dict[int, int]] = {}  # step → sequence → positions computed by then
         self.now_s = 0.0
@@ -97,6 +100,7 @@ class Bench:
         **sampling: Any,
     ) -> int:
         """Add one sequence and return its id: 0, 1, 2 …"""
+        self.num_operations += 1
         sequence_id = len(self.received)
         params = SamplingParams(max_tokens=max_tokens, **sampling)
         request = Request(
@@ -136,10 +140,23 @@ class Bench:
         return [each for each, leader in self._leaders.items() if leader == self._leaders[sequence_id]]
 
     def abort(self, sequence_id: int) -> bool:
+        self.num_operations += 1
         was_live = self.scheduler.abort(sequence_id)
         self.scheduler.check()
         self.aborted.add(sequence_id)
         return was_live
+
+    def pause(self, sequence_id: int) -> bool:
+        self.num_operations += 1
+        was_running = self.scheduler.pause(sequence_id)
+        self.scheduler.check()
+        return was_running
+
+    def resume(self, sequence_id: int) -> bool:
+        self.num_operations += 1
+        was_paused = self.scheduler.resume(sequence_id)
+        self.scheduler.check()
+        return was_paused
 
     def plan(self) -> StepPlan | None:
         """Plan one step and give it to the device, which does not run it yet."""
@@ -147,6 +164,7 @@ class Bench:
         self.scheduler.check()
         self.cache_mirror.check(self.scheduler._live.allocator)
         if plan is not None:
+            self.num_operations += 1
             self.rules.check(plan)
             mentioned = {sequence.slot for earlier in self.in_flight for sequence in earlier.sequences}
             assert not mentioned.intersection(plan.released_slots), "a step in flight uses a released slot"
@@ -183,6 +201,7 @@ class Bench:
 
     def apply_output(self, output: StepOutput) -> list[TokenDelta]:
         self.now_s += 1.0
+        self.num_operations += 1
         deltas = self._deliver(_all_deltas(self.scheduler.apply(output, self.now_s)))
         if not self.in_flight:
             self.check_tables()
@@ -204,6 +223,7 @@ class Bench:
         self.runner.fail(plan)
         self.now_s += 1.0
         self.num_failed_steps += 1
+        self.num_operations += 1
         error = kind("out of order", step_id=plan.step_id)
         deltas = self._deliver(self.scheduler.fail(plan.step_id, error))
         for delta in deltas:
@@ -217,11 +237,14 @@ class Bench:
         oldest = self.in_flight[0] if self.in_flight and by_step else None
         self.in_flight.clear()
         self.num_losses += 1
+        self.num_operations += 1
         deltas = self._deliver(self.scheduler.lose_device(DeviceLost("gone") if oldest else None))
         for delta in deltas:
             assert isinstance(delta.error, StepFailed)
             assert oldest is not None
-            assert self.sequence_ids(oldest) == {delta.sequence_id}, "only what loses it alone ends"
+        ended = {delta.sequence_id for delta in deltas}
+        assert not ended or self.sequence_ids(oldest) <= ended, "only what loses it alone ends"
+        assert not ended or ended <= set(self.family_of(min(ended))), "only what loses it alone ends"
         self.runner = self.runner.reopened()
         self.rules = self.rules.reopened()
         return deltas
@@ -255,7 +278,31 @@ class Bench:
     def statistics(self) -> EngineStatistics:
         statistics = EngineStatistics()
         self.scheduler.fill_statistics(statistics)
+        self._check_ledger(statistics)
         return statistics
+
+    def _check_ledger(self, statistics: EngineStatistics) -> None:
+        """Hold what is told of the pool against the tables, block by block."""
+        groups = statistics.kv_groups
+        assert sum(each.num_blocks_used for each in groups) == statistics.num_blocks_used
+        assert sum(each.num_blocks_cached for each in groups) == statistics.num_blocks_cached
+        assert statistics.num_blocks_used + statistics.num_blocks_cached <= statistics.num_blocks
+        for group in groups:
+            spec = self.info.kv_groups[group.group_id].spec
+            if isinstance(spec, RecurrentState):
+                continue
+            filled: dict[int, int] = {}
+            for sequence in self.scheduler._live.slot_holders:
+                if sequence is None:
+                    continue
+                table = sequence.block_table
+                for idx, block_id in enumerate(table.block_ids[group.group_id]):
+                    if idx >= table.num_null[group.group_id]:
+                        num = min(spec.block_len, max(0, sequence.num_computed_tokens - idx * spec.block_len))
+                        filled[block_id] = max(num, filled.get(block_id, 0))
+            assert group.num_blocks_used == len(filled)
+            assert group.num_slots == len(filled) * spec.block_len
+            assert group.num_slots_unused == group.num_slots - sum(filled.values())
 
     def tokens_of(self, sequence_id: int) -> list[int]:
         return self.received[sequence_id].token_ids

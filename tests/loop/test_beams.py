@@ -335,3 +335,31 @@ def test_what_is_left_too_few_of_ends_with_an_error_of_its_own() -> None:
     assert bench.received[ids[0]].finish_reason is FinishReason.STOP
     assert bench.received[ids[1]].finish_reason is FinishReason.ERROR
     bench.check_nothing_leaked()
+
+
+def test_what_a_failed_step_was_to_compute_is_not_found_through_rows_that_branched_off_in_it() -> None:
+    # The prompt ends with a block, so the rows share all of it; its first half is computed before.
+    bench = Bench(info(block_len=4, max_num_batched_tokens=4))
+    asked = prompt(8)
+    ids = add_search(bench, 3, asked, max_tokens=4)
+    bench.step()
+    bench.step()
+    assert bench.must_plan().sequences[0].samples
+    bench.fail()
+    for each in ids:
+        bench.abort(each)
+    alike = bench.add([*asked, 5], max_tokens=3)
+    bench.run()
+    assert bench.timelines[alike].num_cached_tokens == 4
+    assert bench.tokens_of(alike) == fake_continuation([*asked, 5], 3, VOCAB)
+
+
+def test_a_search_that_begins_where_its_prompt_ends_keeps_what_that_step_reads_of_a_window() -> None:
+    size: dict[str, Any] = {"block_len": 2, "num_kv_heads": 1, "head_dim": 1, "dtype": "float32"}
+    specs: list[KVSpec] = [SlidingWindow(window_len=3, **size)]
+    bench = Bench(info(specs=specs, num_blocks=40), enable_prefix_caching=False)
+    ids = add_search(bench, 3, prompt(13), max_tokens=5)
+    other = bench.add(prompt(9, 30), max_tokens=3)
+    bench.run()
+    assert_found(bench, ids, searched(prompt(13), 3, 5))
+    assert bench.tokens_of(other) == fake_continuation(prompt(9, 30), 3, VOCAB)

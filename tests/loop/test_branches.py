@@ -353,3 +353,12 @@ def test_scores_of_a_leader_aborted_with_its_steps_in_flight_reach_its_branches(
     bench.abort(0)
     bench.run()
     assert bench.received[1].prompt_logprobs == [[fake_logprobs(token, 1, VOCAB) for token in prompt(10)[1:]]]
+
+
+def test_slots_of_a_partial_block_that_branches_share_are_unused_once() -> None:
+    bench = Bench(fake_info())
+    block_len = bench.info.kv_groups[0].spec.block_len
+    bench.add_family(4, list(range(1, block_len + 2)), max_tokens=1)
+    bench.must_plan()
+    (group,) = bench.statistics().kv_groups
+    assert (group.num_slots, group.num_slots_unused) == (2 * block_len, block_len - 1)
