@@ -26,6 +26,7 @@ from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.host_tier import BlockToSwap, HostTier
 from asyncserve.loop.kv_managers import (
     NULL_BLOCK,
+    FullAttentionManager,
     RecurrentStateManager,
     SlidingWindowManager,
     manager_class,
