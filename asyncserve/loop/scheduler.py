@@ -876,6 +876,7 @@ class Scheduler:
         rows = beams.computing_rows
         first, others = beams.first, beams.rows[1:]
         begins, start = beams.begins, first.num_computed_tokens
+        before = dict(draft.prefills)
         # Where steps are kept small it goes beyond that, alone: rows cannot take turns.
         if start + 1 >= first.max_len or (len(rows) > draft.budget_left and not draft.is_empty):
             return
@@ -892,7 +893,12 @@ class Scheduler:
                 draft, first, len(others) * self._allocator.fork_cost(len(first.token_ids))
             ):
                 return
-            for row in rows:
+            # Rows whose chunk is in this plan keep all that they hold: this step writes it. They are covered
+            # for their last token, too, unless their windows hold no more than the chunk.
+            advancing = [row for row in rows if row not in before]
+            if any(start >= row.block_table.covered_len for row in before if row in rows):
+                return
+            for row in advancing:
                 new_ids = self._allocator.advance(row)
                 if new_ids is None:
                     self._preempt(first)  # what other rows were given is not lost with the draft
@@ -906,7 +912,6 @@ class Scheduler:
             draft.beam_rows += rows
         else:
             # For some this step is to compute what is before their last token, too.
-            before = dict(draft.prefills)
             draft.prefills = [each for each in draft.prefills if each[0] not in rows]
             draft.prefills += [(row, before.get(row, 0) + 1) for row in rows]
         if begins:
