@@ -8,7 +8,7 @@ import dataclasses
 import pickle
 from array import array
 
-from asyncserve.kv_spec import SlidingWindow
+from asyncserve.kv_spec import RecurrentState, SlidingWindow
 from asyncserve.step import ExecutorInfo, SlotAssignment, StepPlan
 
 
@@ -122,6 +122,7 @@ class PlanRules:
             row.next_start = end
             row.known_len += samples
         self._check_searches(plan)
+        self._check_writes(plan)
         bare = dataclasses.replace(
             plan, admitted=tuple(dataclasses.replace(each, grammar=None) for each in plan.admitted)
         )
@@ -208,6 +209,21 @@ class PlanRules:
             len(set(live)) == len(live) or self._rows[slot].beam is not None,
             f"slot {slot} has no block twice: {live}",
         )
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """Check that no block is written for two rows: rows of a step are computed side by side."""
+        writers: dict[int, int] = {}
+        for slot, start, num_tokens, _ in plan.sequences:
+            for group in self._info.kv_groups:
+                spec = group.spec
+                if not num_tokens or isinstance(spec, RecurrentState):
+                    continue
+                table = self._rows[slot].tables[group.group_id]
+                for block_id in table[start // spec.block_len : spec.blocks_for(start + num_tokens)]:
+                    other = writers.setdefault(block_id, slot) if block_id else slot
+                    self._require(
+                        plan, other == slot, f"block {block_id} is written for one of the slots {other}, {slot}"
+                    )
 
     def _check_searches(self, plan: StepPlan) -> None:
         """Hold the rows of beam searches that sample against those that were admitted."""

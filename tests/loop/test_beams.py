@@ -132,6 +132,25 @@ def test_rows_inherit_in_every_group(async_scheduling: bool, specs: tuple[KVSpec
     assert_found(bench, ids, searched(prompt(18), 4, 25, frozenset()))
 
 
+@pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW,)])
+@pytest.mark.parametrize("budget", [7, 64])
+def test_blocks_that_a_search_writes_in_its_first_step_are_nobody_elses(
+    budget: int, specs: tuple[KVSpec, ...]
+) -> None:
+    # Whole prompts in one step that samples: what the window passes by its end is written, and no room is
+    # left for the next prompt but that. Held by `PlanRules`.
+    bench = Bench(info(specs=specs, num_blocks=60, max_model_len=64, max_num_batched_tokens=budget))
+    searches = [
+        add_search(bench, 2, prompt(24, 9 * i), max_tokens=14, stop_token_ids=frozenset()) for i in range(4)
+    ]
+    plain = bench.add(prompt(24, 50), max_tokens=10)
+    bench.run()
+    assert (bench.statistics().num_preemptions > 0) == (len(specs) > 1 and budget > 7)
+    for i, ids in enumerate(searches):
+        assert_found(bench, ids, searched(prompt(24, 9 * i), 2, 14, frozenset()))
+    assert bench.tokens_of(plain) == fake_continuation(prompt(24, 50), 10, VOCAB)
+
+
 def test_a_search_that_could_never_run_is_refused() -> None:
     limits = Bench(info(num_slots=8, num_blocks=41, max_num_batched_tokens=6)).scheduler.limits
     limits.check_search(6, 10, 14)

@@ -133,15 +133,15 @@ def test_who_waits_for_a_prefix_is_hashed_only_as_far_as_it_is_alike() -> None:
     other = sequence_of(prompt)
     assert allocator.take(other, allocator.match_prefix(other), 0)
     other.num_computed_tokens = 4 * 500
-    allocator.register(other)
+    allocator.prefix_cache.register(other)
     for num_shared, fills in ((1, False), (400, False), (500, False), (501, True), (900, True)):
         sequence = sequence_of([*prompt[: 4 * num_shared], *[0] * 2001])
-        assert allocator.fills_next(other, sequence) is fills
+        assert allocator.prefix_cache.fills_next(other, sequence) is fills
         assert len(sequence.block_digests) <= 2 * num_shared
     assert len(other.block_digests) == 501
     other.num_computed_tokens = len(prompt)
-    allocator.register(other)
-    assert not allocator.fills_next(other, sequence_of([*prompt, *range(40)]))
+    allocator.prefix_cache.register(other)
+    assert not allocator.prefix_cache.fills_next(other, sequence_of([*prompt, *range(40)]))
 
 
 def test_window_layers_alone_look_for_the_end_of_a_prefix_first() -> None:

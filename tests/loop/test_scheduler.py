@@ -444,7 +444,7 @@ def test_a_long_prompt_is_not_hashed_whole_when_it_is_admitted() -> None:
     for first in (0, 1):
         bench.add(prompt(4000, first), max_tokens=1)
     bench.step()
-    assert all(len(each.block_digests) <= 64 for each in bench.scheduler._sequences.values())
+    assert all(len(each.block_digests) <= 64 for each in bench.scheduler._live.sequences.values())
 
 
 def test_the_search_for_one_that_need_not_wait_for_a_prefix_is_bounded() -> None:

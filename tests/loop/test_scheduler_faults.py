@@ -13,7 +13,7 @@ from asyncserve.errors import StepFailed, StepOutOfMemory
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.loop.step_failures import FAILED_ALONE_LIMIT
 from asyncserve.loop.step_limit import STEPS_KEPT_SMALL
-from asyncserve.observer import RequestTimeline
+from asyncserve.observer import EngineStatistics, RequestTimeline
 from asyncserve.request import FinishReason
 from asyncserve.step import StepPlan
 from tests.fakes.executor import fake_continuation, fake_info
@@ -413,7 +413,8 @@ def test_who_runs_gives_way_to_suspects_that_find_no_room() -> None:
     plan = bench.scheduler.plan(0.0)
     assert plan is not None
     assert [each.token_ids[0] for each in plan.admitted] == [prompt(14)[0]]
-    statistics = bench.statistics()
+    statistics = EngineStatistics()
+    bench.scheduler.fill_statistics(statistics)
     assert (statistics.num_retried_steps, statistics.num_preemptions, statistics.num_running) == (1, 1, 2)
 
 
