@@ -222,7 +222,9 @@ class PlanRules:
                 for block_id in table[start // spec.block_len : spec.blocks_for(start + num_tokens)]:
                     other = writers.setdefault(block_id, slot) if block_id else slot
                     self._require(
-                        plan, other == slot, f"block {block_id} is written for one slot of {other}, {slot}"
+                        plan,
+                        other == slot,
+                        f"block {block_id} is written for one of the slots {other}, {slot}",
                     )
 
     def _check_searches(self, plan: StepPlan) -> None:
