@@ -1,4 +1,4 @@
-"""What every test gets: both event loops, a guard against blocking calls, fixed seeds, no hurry.
+"""What every test gets: both event loops, a guard against blocking calls, fixed seeds, no hurry; and no GPU.
 
 Run by several processes at once, each of them, and each server it starts, computes in one thread.
 """
@@ -13,7 +13,12 @@ from pathlib import Path
 import blockbuster
 import hypothesis
 import pytest
+import torch
 import uvloop
+
+if not torch.cuda.is_available():
+    # Triton's kernels run in its interpreter, which has to be chosen before anything imports Triton.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 UNMEASURED = (
     "architecture",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from asyncserve.http.live_page.feed import SAMPLER
 from asyncserve.http.live_page.sampler import PipelineSampler
@@ -110,9 +110,12 @@ def ask(page: Page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def total_of(page: Page, name: str) -> Locator:
+    return page.locator(".totals > div", has=page.get_by_text(name, exact=True)).locator("dd")
+
+
 def total(page: Page, name: str) -> int:
-    number = page.locator(".totals > div", has=page.get_by_text(name, exact=True)).locator("dd")
-    return int(number.inner_text().replace(",", ""))
+    return int(total_of(page, name).inner_text().replace(",", ""))
 
 
 async def until_unwatched(sampler: PipelineSampler) -> None:
@@ -178,7 +181,7 @@ def test_escape_and_the_stop_button_end_an_answer(server: LiveThread, visit: Vis
         # The server has ended it, too, though the device has not finished its step.
         server.loop.call_soon_threadsafe(server.live.executor.resume)
         server.run(server.live.until_running(0))
-    assert total(page, "Left by clients") >= 1
+    expect(total_of(page, "Left by clients")).to_have_text("2")
 
 
 def test_what_the_model_says_is_text_whatever_it_says(server: LiveThread, visit: Visit) -> None:
