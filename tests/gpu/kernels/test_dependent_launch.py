@@ -13,6 +13,7 @@ from asyncserve.gpu import kernels
 
 FILES = sorted(Path(kernels.__path__[0]).glob("*.py"))
 OF_THE_MODEL = {"weight_ptr", "bias_ptr", "gain_ptr", "q_weight_ptr", "k_weight_ptr", "frequencies_ptr"}
+OF_THE_MODEL |= {"k_scale_ptr", "v_scale_ptr"}
 """What no kernel of a step writes."""
 
 WRITTEN_LONG_BEFORE = {
