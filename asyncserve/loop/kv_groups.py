@@ -469,13 +469,11 @@ class KVAllocator:
     def swap_out(self, sequence: SequenceState) -> None:
         """Keep the blocks of a preempted sequence on the host, if there is room and that is worth it.
 
-        It gives them back next, and no step in flight mentions it. Rows of a beam search share their blocks
-        and are computed again together.
+        It gives them back next, and no step in flight mentions it.
         """
         num_tokens = sequence.num_computed_tokens
         if (
             self.host_tier is None
-            or sequence.rows
             or not sequence.blocks_are_valid
             or not 0 < num_tokens < len(sequence.token_ids)
         ):

@@ -93,9 +93,7 @@ class PlanDraft:
             live.preempt(victim)
             if sequence.status is not SequenceStatus.RUNNING:
                 return False
-        for group_id, new_ids in enumerate(block_ids):
-            if new_ids:
-                self._appends.append(BlockAppend(group_id, sequence.slot, tuple(new_ids)))
+        self.append_blocks(sequence, block_ids)
         return True
 
     def make_room(self, sequence: SequenceState, num_blocks: int) -> bool:

@@ -219,15 +219,21 @@ def test_a_search_does_not_enter_before_there_are_blocks_for_all_its_rows() -> N
     assert_found(bench, ids, searched(prompt(6), 4, 2))
 
 
-@pytest.mark.parametrize("row", [0, 2])
-@pytest.mark.parametrize("num_steps", range(9))
-def test_a_search_paused_at_any_time_goes_on_as_one(num_steps: int, row: int) -> None:
+def under_way(num_steps: int) -> tuple[Bench, list[int]]:
+    """Return a search of three rows after so many plans, and its sequences."""
     bench = Bench(info(max_num_batched_tokens=5))
     ids = add_search(bench, 3, prompt(11), max_tokens=12)
     for _ in range(num_steps):
         bench.plan()
         if len(bench.in_flight) == 2:
             bench.apply()
+    return bench, ids
+
+
+@pytest.mark.parametrize("row", [0, 2])
+@pytest.mark.parametrize("num_steps", range(9))
+def test_a_search_paused_at_any_time_goes_on_as_one(num_steps: int, row: int) -> None:
+    bench, ids = under_way(num_steps)
     assert bench.scheduler.pause(ids[row])
     assert not bench.scheduler.pause(ids[1])
     bench.scheduler.check()
@@ -245,12 +251,7 @@ def test_a_search_paused_at_any_time_goes_on_as_one(num_steps: int, row: int) ->
 @pytest.mark.parametrize("row", [0, 2])
 @pytest.mark.parametrize("num_steps", range(9))
 def test_an_aborted_search_leaves_nothing(num_steps: int, row: int) -> None:
-    bench = Bench(info(max_num_batched_tokens=5))
-    ids = add_search(bench, 3, prompt(11), max_tokens=12)
-    for _ in range(num_steps):
-        bench.plan()
-        if len(bench.in_flight) == 2:
-            bench.apply()
+    bench, ids = under_way(num_steps)
     assert bench.abort(ids[row])
     assert not any(bench.abort(each) for each in ids)
     bench.run()
