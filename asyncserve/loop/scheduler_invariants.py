@@ -119,6 +119,10 @@ def check_invariants(live: LiveSequences, *, max_unapplied: int) -> None:
             all(each in live.sequences and live.sequences[each].slot < 0 for each in host_tier.swapped_ids),
             "who is swapped waits or rests",
         )
+        _require(
+            not any(live.sequences[each] in live.beams for each in host_tier.swapped_ids),
+            "rows of searches are not swapped",
+        )
     live.allocator.check(holders)
 
 
