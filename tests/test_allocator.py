@@ -101,4 +101,5 @@ def test_what_lasts_is_resident_once_it_is_written_and_goes_when_it_is_freed() -
     figures = [int(each) for each in done.stdout.split()]
     small = BLOCK_BYTES / 4
     assert max(figures[:4]) < small
-    assert [each > small for each in figures[4:]] == [False, True, True, True], "it is not so by itself"
+    # Not the first of what does not last: where the heap grows, its memory may be new, and untouched, or not.
+    assert min(figures[5:]) > small, "it is not so by itself"
