@@ -28,10 +28,10 @@ sequence may read blocks that another sequence of the same plan fills.
 """
 
 from array import array
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import NamedTuple, Protocol
+from itertools import starmap
+from typing import NamedTuple, Protocol, cast, overload
 
 from asyncserve.grammar import Grammar
 from asyncserve.kv_spec import KVGroup
@@ -88,7 +88,7 @@ class SlotAssignment:
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's part of a step. A named tuple: one is built per sequence and step.
+    """One sequence's part of a step.
 
     Args:
         slot: Its row.
@@ -104,8 +104,76 @@ class ScheduledSequence(NamedTuple):
     samples: bool
 
 
-_num_tokens = itemgetter(ScheduledSequence._fields.index("num_tokens"))
-"""Read of every sequence and step, hence not by name."""
+class ScheduledRows(Sequence[ScheduledSequence]):
+    """The sequences of a step, a column for each of their fields.
+
+    Reads as a tuple of `ScheduledSequence`s and equals one. There is a row per stream and step, so what makes
+    a plan, and what reads all of it, takes the columns. They are not changed once the plan is made.
+
+    Args:
+        slots: `[num_rows]`, of each row; so are the others.
+        starts: First position computed.
+        lens: Positions computed: `num_tokens`.
+        samples: 1 for a row that samples, 0 for others.
+    """
+
+    __slots__ = ("lens", "samples", "slots", "starts")
+
+    def __init__(
+        self, slots: Iterable[int], starts: Iterable[int], lens: Iterable[int], samples: Iterable[int]
+    ) -> None:
+        self.slots = array("i", slots)
+        self.starts = array("i", starts)
+        self.lens = array("i", lens)
+        self.samples = array("b", samples)
+
+    @classmethod
+    def of(cls, rows: Iterable[ScheduledSequence]) -> "ScheduledRows":
+        """Return rows as columns."""
+        slots, starts, lens, samples = list(zip(*rows, strict=True)) or ((), (), (), ())
+        return cls(slots, starts, lens, samples)
+
+    def append(self, slot: int, start: int, num_tokens: int, samples: bool) -> None:
+        """Add a row, while the plan is made."""
+        self.slots.append(slot)
+        self.starts.append(start)
+        self.lens.append(num_tokens)
+        self.samples.append(samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions computed, all rows together."""
+        return sum(self.lens)
+
+    @property
+    def num_samples(self) -> int:
+        """How many rows sample."""
+        return sum(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return starmap(ScheduledSequence, zip(self.slots, self.starts, self.lens, map(bool, self.samples)))
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledSequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ScheduledSequence, ...]: ...
+    def __getitem__(self, index: int | slice) -> ScheduledSequence | tuple[ScheduledSequence, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return ScheduledSequence(
+            self.slots[index], self.starts[index], self.lens[index], bool(self.samples[index])
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, ScheduledRows | tuple) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 class BlockAppend(NamedTuple):
@@ -138,11 +206,11 @@ class StepPlan:
     """What one step is asked. `step_id` counts up by one from 0.
 
     It counts on over a restart of the device, which may not have seen the last ones before. `sequences` lists
-    decode steps first, then prefill chunks.
+    decode steps first, then prefill chunks; they are kept as columns, `rows`, however they are given.
     """
 
     step_id: int
-    sequences: tuple[ScheduledSequence, ...]
+    sequences: Sequence[ScheduledSequence]
     admitted: tuple[SlotAssignment, ...] = ()
     released_slots: tuple[int, ...] = ()
     block_appends: tuple[BlockAppend, ...] = ()
@@ -150,10 +218,19 @@ class StepPlan:
     block_loads: tuple[BlockTransfer, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.sequences, ScheduledRows):
+            object.__setattr__(self, "sequences", ScheduledRows.of(self.sequences))
+
+    @property
+    def rows(self) -> ScheduledRows:
+        """The sequences, for those who read all of them."""
+        return cast("ScheduledRows", self.sequences)
+
     @property
     def num_tokens(self) -> int:
         """Positions computed by the step, all sequences together."""
-        return sum(map(_num_tokens, self.sequences))
+        return self.rows.num_tokens
 
 
 BAD_LOGITS = -1

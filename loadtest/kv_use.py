@@ -82,7 +82,7 @@ class NoModel:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Return a token for each row that samples."""
-        return StepOutput(step_id=plan.step_id, token_ids=[7] * sum(each.samples for each in plan.sequences))
+        return StepOutput(step_id=plan.step_id, token_ids=[7] * plan.rows.num_samples)
 
 
 class WithModel:

@@ -8,7 +8,6 @@ sample), `num_slots`, `num_blocks`, `block_len`, `max_blocks` (longest block tab
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -132,9 +131,12 @@ class PlanRows(NamedTuple):
 
 def plan_rows(plan: StepPlan) -> PlanRows:
     """Read the sequences of a plan, at least one."""
-    num_rows = len(plan.sequences)
-    fields = np.fromiter(chain.from_iterable(plan.sequences), np.int64, 4 * num_rows).reshape(num_rows, 4)
-    slots, starts, query_lens, samples = np.ascontiguousarray(fields.T)
+    rows = plan.rows
+    num_rows = len(rows)
+    slots, starts, query_lens = (
+        np.frombuffer(column, np.int32).astype(np.int64) for column in (rows.slots, rows.starts, rows.lens)
+    )
+    samples = np.frombuffer(rows.samples, np.int8)
     is_long = query_lens != 1
     has_long = bool(is_long.any())
     return PlanRows(

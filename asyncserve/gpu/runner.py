@@ -22,7 +22,7 @@ import torch
 
 from asyncserve.errors import InvariantError
 from asyncserve.gpu.attention.interface import AttentionBackend, StepAttention
-from asyncserve.gpu.batch import Batch, SampleRows
+from asyncserve.gpu.batch import Batch, PlanRows, SampleRows, plan_rows
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import Device, Event
@@ -168,14 +168,10 @@ class ModelRunner:
             return PendingOutput(
                 step_id=plan.step_id, event=event, sources=(), finish=lambda: output, times=times
             )
-        sampled = [
-            (sequence.slot, sequence.start + sequence.num_tokens)
-            for sequence in plan.sequences
-            if sequence.samples
-        ]
-        slots = [slot for slot, _ in sampled]
+        read = plan_rows(plan)
+        slots = read.slots[read.sample_rows].tolist()
         result_row = self._results.take_row() if self._results is not None else 0
-        graph = self._find_graph(plan, num_samples=len(slots))
+        graph = self._find_graph(plan, read)
         if graph is not None and not self._inputs.take(plan, graph.size, result_row=result_row):
             graph = None
         if graph is None:
@@ -218,7 +214,7 @@ class ModelRunner:
             else:
                 graph.choose()
         elif logits is not None:
-            positions = [position for _, position in sampled]
+            positions = read.seq_lens[read.sample_rows].tolist()
             chosen = self._sampler.sample(logits, slots, positions, self._slots)
             beams = chosen.beams
             if beams is not None:
@@ -260,18 +256,17 @@ class ModelRunner:
 
         return PendingOutput(step_id=plan.step_id, event=copied, sources=sources, finish=finish, times=times)
 
-    def _find_graph(self, plan: StepPlan, *, num_samples: int) -> StepGraph | None:
+    def _find_graph(self, plan: StepPlan, read: PlanRows) -> StepGraph | None:
         prompt_lens = self._slots.prompt_lens
         if prompt_lens and any(entry.start + 1 < prompt_lens.get(entry.slot, 0) for entry in plan.sequences):
             return None  # prompts are scored from the hidden states of every token
-        num_rows, num_tokens = len(plan.sequences), plan.num_tokens
-        num_long = next(
-            (num_rows - row for row, entry in enumerate(plan.sequences) if entry.num_tokens != 1), 0
+        num_rows = len(read.slots)
+        size = StepSize(
+            num_rows=num_rows,
+            num_tokens=int(read.query_lens.sum()),
+            num_long_rows=num_rows - read.num_decode_rows,
         )
-        size = StepSize(num_rows=num_rows, num_tokens=num_tokens, num_long_rows=num_long)
-        # A sequence that begins may share a block that the same step fills.
-        is_decode = num_rows == num_tokens == num_samples and not num_long and not plan.admitted
-        return self._graphs.find(size, is_decode=is_decode)
+        return self._graphs.find(size, is_decode=read.is_decode and len(read.sample_rows) == num_rows)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Run the layers; `[num_tokens, hidden]`."""

@@ -607,11 +607,12 @@ class KVAllocator:
         table = sequence.block_table
         if self.num_groups == 1:
             table.covered_len = len(table.block_ids[0]) * self._managers[0].block_len
-            return
-        table.covered_len = min(
-            len(block_ids) * manager.block_len
-            for manager, block_ids in zip(self._managers, table.block_ids, strict=True)
-        )
+        else:
+            table.covered_len = min(
+                len(block_ids) * manager.block_len
+                for manager, block_ids in zip(self._managers, table.block_ids, strict=True)
+            )
+        sequence.plain_until = min(table.covered_len, sequence.max_len - 1)
 
 
 def _first_difference(own: list[int], taken: list[int], num_blocks: int) -> int:

@@ -6,13 +6,14 @@ counts as planned at once: it is not taken out again. Knows no policy: whose tur
 """
 
 from bisect import insort
+from array import array
 from collections.abc import Callable, Sequence
 
 from asyncserve.loop.beams import BeamRows
 from asyncserve.loop.live_sequences import LiveSequences, StepInFlight
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.loop.waiting import by_order
-from asyncserve.step import BlockAppend, BlockCopy, ScheduledSequence, SlotAssignment, StepPlan
+from asyncserve.step import BlockAppend, BlockCopy, ScheduledRows, SlotAssignment, StepPlan
 
 
 class PlanDraft:
@@ -27,7 +28,8 @@ class PlanDraft:
 
     Attributes:
         budget_left: Tokens that may be added.
-        decodes: Sequences that compute their last token.
+        decodes: Sequences that compute their last token; `decode_slots` and `decode_starts` have their rows,
+            in the same order.
         prefills: (sequence, num_tokens) in order, already counted as computed.
         branches: By the sequence they branch off from, which is among the prefills.
         copies: Of blocks that branches begin with.
@@ -45,6 +47,8 @@ class PlanDraft:
         "beam_rows",
         "branches",
         "budget_left",
+        "decode_slots",
+        "decode_starts",
         "copies",
         "decodes",
         "prefills",
@@ -62,6 +66,8 @@ class PlanDraft:
         self.step_id = live.next_step_id
         self.budget_left = budget
         self.decodes: list[SequenceState] = []
+        self.decode_slots: list[int] = []
+        self.decode_starts: list[int] = []
         self.prefills: list[tuple[SequenceState, int]] = []
         self.branches: dict[SequenceState, list[SequenceState]] = {}
         self.copies: list[BlockCopy] = []
@@ -154,20 +160,22 @@ class PlanDraft:
         sequence.last_step_id = self.step_id
         self._live.allocator.prefix_cache.register(sequence)
 
-    def submit(self, scheduled: list[ScheduledSequence], *, is_trial: bool = False) -> StepPlan:
+    def submit(self, *, is_trial: bool = False) -> StepPlan:
         """Turn the draft into a plan in flight."""
         live = self._live
         states = self.decodes
         num_decodes = len(states)
+        ones = array("b", (1,)) * num_decodes
+        rows = ScheduledRows(self.decode_slots, self.decode_starts, ones, ones)
         for row in self.beam_rows:
-            scheduled.append(ScheduledSequence(row.slot, row.num_computed_tokens - 1, 1, True))
+            rows.append(row.slot, row.num_computed_tokens - 1, 1, True)
             states.append(row)
             row.num_unseen_tokens += 1
         sampling = states[:] if self.prefills else states
         for sequence, num_tokens in self.prefills:
             samples = sequence.num_remaining_tokens == 0
             start = sequence.num_computed_tokens - num_tokens
-            scheduled.append(ScheduledSequence(sequence.slot, start, num_tokens, samples))
+            rows.append(sequence.slot, start, num_tokens, samples)
             states.append(sequence)
             is_beam = sequence in live.beams
             if is_beam and sequence.num_remaining_tokens <= 1 and sequence in live.prefilling:
@@ -183,7 +191,7 @@ class PlanDraft:
                 if not is_beam:
                     live.waiting.start(branch)
                     insort(live.decoding, branch, key=by_order)
-                scheduled.append(ScheduledSequence(branch.slot, branch.num_computed_tokens, 0, True))
+                rows.append(branch.slot, branch.num_computed_tokens, 0, True)
                 states.append(branch)
                 sampling.append(branch)
                 branch.num_unseen_tokens += 1
@@ -193,7 +201,7 @@ class PlanDraft:
         block_stores, block_loads = live.allocator.take_transfers()
         plan = StepPlan(
             step_id=self.step_id,
-            sequences=tuple(scheduled),
+            sequences=rows,
             admitted=tuple(self._admitted),
             released_slots=tuple(live.released_slots),
             block_appends=tuple(self._appends),

@@ -58,7 +58,8 @@ class SequenceState:
         min_len: Below this length stop tokens do not end it. num_computed_tokens: Positions whose KV is
         computed by steps planned so far (or was found cached). num_unseen_tokens: Tokens sampled by steps
         planned and not applied. num_cached_tokens: Prompt tokens found in the prefix cache when it was first
-        scheduled; all of them if it began as a branch. slot: Device row, -1 when it holds none. last_step_id:
+        scheduled; all of them if it began as a branch. plain_until: Before this position it decodes without
+        lacking a block or reaching its end. slot: Device row, -1 when it holds none. last_step_id:
         Last plan that mentions it, -1 before the first.
         accepts_output: Tokens of steps in flight count; false once ended, or preempted because they are
         wrong.
@@ -88,6 +89,7 @@ class SequenceState:
         "num_registered_blocks",
         "num_unseen_tokens",
         "order",
+        "plain_until",
         "prompt_len",
         "prompt_logprobs",
         "rows",
@@ -139,6 +141,7 @@ class SequenceState:
         self.num_computed_tokens = 0
         self.num_unseen_tokens = 0
         self.num_registered_blocks = 0
+        self.plain_until = 0
         self.slot = -1
         self.accepts_output = True
         self.blocks_are_valid = True

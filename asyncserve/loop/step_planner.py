@@ -15,12 +15,10 @@ from asyncserve.loop.search_planner import SearchPlanner
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.loop.step_limit import StepLimit
 from asyncserve.loop.waiting import by_order
-from asyncserve.step import ScheduledSequence, StepPlan
+from asyncserve.step import StepPlan
 
 SCORED_TOKEN_COST = 2
 """What a prompt token takes of the budget when its log-probability is asked for: its logits are made, too."""
-_new_tuple = tuple.__new__
-"""Makes a named tuple in half the time its class takes, which counts in a loop over all streams."""
 MAX_ADMITTED = 32
 """Sequences admitted by one plan: hashing their prompts and taking their blocks takes about 0.5 ms."""
 MAX_DEFERRED = 64
@@ -80,11 +78,11 @@ class StepPlanner:
                 # Nobody is admitted before the trial is over, so it waits for nobody: who runs gives way.
                 live.preempt(live.last_in_order())
             if has_room:
-                return draft.submit([], is_trial=True)
+                return draft.submit(is_trial=True)
         for beams in live.searches[:]:
             if beams.first.status is SequenceStatus.RUNNING and beams.is_ready:
                 self._search_planner.sample(draft, beams)
-        scheduled = self._plan_decodes(draft)
+        self._plan_decodes(draft)
         if draft.budget_left > 0:
             self._plan_prefills(draft)
         if draft.is_empty:
@@ -94,7 +92,7 @@ class StepPlanner:
                     f" {len(live.prefilling)} prefill, no step is in flight, and none can be planned"
                 )
             return None
-        return draft.submit(scheduled)
+        return draft.submit()
 
     def _plan_trial(self, draft: PlanDraft) -> bool:
         """Plan for the suspects whose turn it is what a step takes; return whether there is room for any.
@@ -123,12 +121,11 @@ class StepPlanner:
             draft.take_chunk(sequence, num_tokens)
         return not draft.is_empty
 
-    def _plan_decodes(self, draft: PlanDraft) -> list[ScheduledSequence]:
-        """Schedule one token of every decoding sequence; return their entries in the plan."""
+    def _plan_decodes(self, draft: PlanDraft) -> None:
+        """Schedule one token of every decoding sequence."""
         live = self._live
         step_id = draft.step_id
-        decodes = draft.decodes
-        scheduled: list[ScheduledSequence] = []
+        decodes, slots, starts = draft.decodes, draft.decode_slots, draft.decode_starts
         lacking: list[SequenceState] = []
         decoding = live.decoding
         num_decoding = len(decoding)
@@ -138,15 +135,15 @@ class StepPlanner:
             turn = bisect_right(able, self._last_turn, key=by_order)
             decoding = (able[turn:] + able[:turn])[: draft.budget_left]
             self._last_turn = decoding[-1].order if decoding else self._last_turn
-        # Once per stream and step: no calls but those that make the entry.
+        # Once per stream and step: no calls but those that make the row.
         for sequence in decoding:
             start = sequence.num_computed_tokens
-            if start + 1 >= sequence.max_len:
+            if start >= sequence.plain_until:
+                if start + 1 < sequence.max_len:
+                    lacking.append(sequence)
                 continue
-            if start >= sequence.block_table.covered_len:
-                lacking.append(sequence)
-                continue
-            scheduled.append(_new_tuple(ScheduledSequence, (sequence.slot, start, 1, True)))
+            slots.append(sequence.slot)
+            starts.append(start)
             decodes.append(sequence)
             sequence.num_computed_tokens = start + 1
             sequence.num_unseen_tokens += 1
@@ -161,15 +158,16 @@ class StepPlanner:
             if not draft.cover_or_preempt(sequence, allocator.extend):
                 continue
             start = sequence.num_computed_tokens
-            scheduled.append(ScheduledSequence(sequence.slot, start, 1, True))
+            slots.append(sequence.slot)
+            starts.append(start)
             decodes.append(sequence)
             sequence.num_computed_tokens = start + 1
             sequence.num_unseen_tokens += 1
             sequence.last_step_id = step_id
-        if not scheduled and len(live.decoding) < num_decoding > draft.budget_left:
-            return self._plan_decodes(draft)  # those whose turn it was were preempted: it is that of others
-        draft.budget_left -= len(scheduled)
-        return scheduled
+        if not decodes and len(live.decoding) < num_decoding > draft.budget_left:
+            self._plan_decodes(draft)  # those whose turn it was were preempted: it is that of others
+            return
+        draft.budget_left -= len(decodes)
 
     def _plan_prefills(self, draft: PlanDraft) -> None:
         """Share what is left of the budget among prompts: those that run, then those that wait."""

@@ -92,7 +92,7 @@ class StepTrace(NullObserver):
         if self._has_ended or output.times is None:
             return
         num_tokens, num_sequences = plan.num_tokens, len(plan.sequences)
-        num_prefills = sum(sequence.num_tokens > 1 for sequence in plan.sequences)
+        num_prefills = sum(num > 1 for num in plan.rows.lens)
         self._writer.put(
             StepEvent(
                 plan.step_id,

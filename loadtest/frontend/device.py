@@ -110,11 +110,11 @@ class ReplayDevice:
         plan, future = self._pending.popleft()
         if future.done():
             return
-        rows = plan.sequences
+        rows = plan.rows
         # Decode steps come first; they all sample.
         num_samples = len(rows)
-        if rows and rows[-1].num_tokens > 1:
-            num_samples = sum(row.samples for row in rows)
+        if rows and rows.lens[-1] > 1:
+            num_samples = rows.num_samples
         first = plan.step_id % self._len
         future.set_result(
             StepOutput(step_id=plan.step_id, token_ids=self._token_ids[first : first + num_samples])

@@ -42,7 +42,7 @@ def measure_scheduling(num_requests: int) -> tuple[float, float]:
             if len(in_flight) < 2:
                 continue
         oldest = in_flight.popleft()
-        num_samples = sum(row.samples for row in oldest.sequences)
+        num_samples = oldest.rows.num_samples
         output = StepOutput(step_id=oldest.step_id, token_ids=token_ids[:num_samples])
         applying_ns = clock()
         scheduler.apply(output, 0.0)

@@ -121,12 +121,12 @@ class PipelineRecorder:
         if now_s >= self._second_ends_s:
             self.advance(now_s)
         num_prefill = 0
-        sequences = plan.sequences
-        if sequences:
-            num_decode = len(sequences)
+        rows = plan.rows
+        if rows:
+            num_decode = len(rows)
             # Prompts stand last, so that a step of nothing but decode shows it at a glance.
-            if plan.admitted or sequences[-1].num_tokens > 1:
-                chunks = [num_tokens for _, _, num_tokens, _ in sequences if num_tokens > 1]
+            if plan.admitted or rows.lens[-1] > 1:
+                chunks = [num_tokens for num_tokens in rows.lens if num_tokens > 1]
                 num_prefill = sum(chunks)
                 num_decode -= len(chunks)
             self._num_steps += 1
