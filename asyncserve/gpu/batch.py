@@ -134,9 +134,9 @@ def plan_rows(plan: StepPlan) -> PlanRows:
     rows = plan.rows
     num_rows = len(rows)
     slots, starts, query_lens = (
-        np.frombuffer(column, np.int32).astype(np.int64) for column in (rows.slots, rows.starts, rows.lens)
+        np.array(column, np.int64) for column in (rows.slots, rows.starts, rows.lens)
     )
-    samples = np.frombuffer(rows.samples, np.int8)
+    samples = np.array(rows.samples, np.bool_)
     is_long = query_lens != 1
     has_long = bool(is_long.any())
     return PlanRows(

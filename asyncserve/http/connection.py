@@ -23,6 +23,7 @@ from aiohttp.http_writer import HttpVersion11
 from yarl import URL
 
 from asyncserve.http.body import unsupported_encoding
+from asyncserve.http.borrowed_socket import BorrowedSocket, borrow_socket
 from asyncserve.http.failures import OURS, UNAVAILABLE_RETRY_S, Failure, response_to
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class Connection(web.RequestHandler):
         on_refused: Given the status of each answer to what is no HTTP.
     """
 
-    __slots__ = ("_bound", "_is_refused", "_on_refused")
+    __slots__ = ("_bound", "_is_refused", "_on_refused", "borrowed_socket")
 
     def __init__(
         self,
@@ -148,6 +149,8 @@ class Connection(web.RequestHandler):
         self._bound = bound
         self._on_refused = on_refused
         self._is_refused = False
+        self.borrowed_socket: BorrowedSocket | None = None
+        """The connection's socket, for whoever streams to it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Bound the buffers of a new connection, and see to its end; or refuse it."""
@@ -164,10 +167,13 @@ class Connection(web.RequestHandler):
                 for option in TCP_OPTIONS:
                     connection.setsockopt(*option)
         stream.set_write_buffer_limits(high=WRITE_HIGH_BYTES, low=WRITE_LOW_BYTES)
+        self.borrowed_socket = borrow_socket(transport)
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Note the end of the connection."""
+        """Note the end of the connection; its socket is closed next."""
+        if self.borrowed_socket is not None:
+            self.borrowed_socket.detach()
         if self._is_refused:
             self._bound.forget()
         else:

@@ -19,7 +19,9 @@ from aiohttp import web
 
 from asyncserve import __version__
 from asyncserve.errors import EngineError
+from asyncserve.http.borrowed_socket import BorrowedSocket
 from asyncserve.http.caller import Caller
+from asyncserve.http.connection import Connection
 from asyncserve.http.failures import failure_of
 from asyncserve.http.schema import GenerationBody
 from asyncserve.http.serving import REQUEST_ID_HEADER, Serving
@@ -367,14 +369,14 @@ async def stream(
         heads = serving.chunk_heads if http_request.version >= (1, 1) else None
         if not events.begun.done():
             # It takes long: the client gets its headers, and hears of a failure by an event.
-            events.attach(await _prepare(response, http_request), heads=heads)
+            events.attach(*await _prepare(response, http_request), heads=heads)
             await events.begun
         if on_begun is not None and events.failure is None:
             await on_begun([sink.prompt_token_ids for sink in sinks])
         if events.failure is not None and not events.is_attached:
             raise events.failure
-        transport = await _prepare(response, http_request)
-        events.open(transport, heads=heads)
+        transport, borrowed_socket = await _prepare(response, http_request)
+        events.open(transport, borrowed_socket, heads=heads)
         if await events.ended is StreamEnd.STALLED:
             transport.abort()
         return response
@@ -392,8 +394,10 @@ def event_stream(http_request: web.Request, request_id: str) -> web.StreamRespon
     return response
 
 
-async def _prepare(response: web.StreamResponse, http_request: web.Request) -> asyncio.Transport:
-    """Send the response's headers, if they are not out, and return the client's connection.
+async def _prepare(
+    response: web.StreamResponse, http_request: web.Request
+) -> tuple[asyncio.Transport, BorrowedSocket | None]:
+    """Send the response's headers, if they are not out, and return the client's connection and its socket.
 
     Raises:
         ConnectionResetError: The client has left.
@@ -402,7 +406,8 @@ async def _prepare(response: web.StreamResponse, http_request: web.Request) -> a
     transport = http_request.transport
     if transport is None:
         raise ConnectionResetError("the client left")
-    return transport
+    connection = http_request.protocol
+    return transport, connection.borrowed_socket if isinstance(connection, Connection) else None
 
 
 def usage_object(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Protocol
 import orjson
 
 from asyncserve.errors import EngineError
+from asyncserve.http.borrowed_socket import BorrowedSocket
 from asyncserve.http.connection import WRITE_HIGH_BYTES, WRITE_LOW_BYTES
 from asyncserve.http.slow_reader import SlowReader, Verdict
 from asyncserve.http.write_pacing import NEVER, WritePacer
@@ -178,6 +179,9 @@ class EventStream:
         self._sinks: list[StreamSink] = []
         self._num_beginning = 0
         self._transport: asyncio.Transport | None = None
+        self._socket: BorrowedSocket | None = None
+        # Sends on the socket itself; None while that is not to be: the transport has something unsent.
+        self._send: Callable[[bytes], int] | None = None
         self._heads: dict[int, bytes] = NoHeads()
         self._tail = b""
         self._end: StreamEnd | None = None
@@ -218,20 +222,34 @@ class EventStream:
         """Whether headers are out, so that a failure can only be told by an event."""
         return self._transport is not None
 
-    def attach(self, transport: asyncio.Transport, *, heads: ChunkHeads | None) -> None:
+    def attach(
+        self,
+        transport: asyncio.Transport,
+        borrowed_socket: BorrowedSocket | None = None,
+        *,
+        heads: ChunkHeads | None,
+    ) -> None:
         """Keep the client's connection alive: the response's headers are out.
 
         Args:
             transport: The client's connection.
+            borrowed_socket: The socket below it, if texts may go there directly.
             heads: For HTTP/1.1, whose body comes in chunks; None for a bare body.
         """
         self._transport = transport
+        self._socket = borrowed_socket
         if heads is not None:
             self._heads, self._tail = heads, b"\r\n"
 
-    def open(self, transport: asyncio.Transport, *, heads: ChunkHeads | None) -> None:
+    def open(
+        self,
+        transport: asyncio.Transport,
+        borrowed_socket: BorrowedSocket | None = None,
+        *,
+        heads: ChunkHeads | None,
+    ) -> None:
         """Start writing: everything has begun, or failed; as `attach`, which may have been called before."""
-        self.attach(transport, heads=heads)
+        self.attach(transport, borrowed_socket, heads=heads)
         for sink in self._sinks:
             sink.make_frames()
         self.takes_writes = True
@@ -275,11 +293,6 @@ class EventStream:
                 texts.append(text)
             self.write_events(())
             return
-        transport = self._transport
-        # uvloop raises on a closed transport, which would stop the writing of other streams.
-        if transport is None or transport.is_closing():
-            self._finish(StreamEnd.FAILED)
-            return
         self._num_quiet_ticks = 0
         if texts:
             if text:
@@ -291,11 +304,33 @@ class EventStream:
             num_texts = 1
             body = text
         self._num_unsettled += num_texts
-        transport.write(b"".join((self._heads[self._frame_len + len(body)], self._before, body, self._after)))
-        if transport.get_write_buffer_size() > WRITE_HIGH_BYTES:
-            self._fall_behind(transport.get_write_buffer_size())
-        elif self._is_clocked:
+        data = b"".join((self._heads[self._frame_len + len(body)], self._before, body, self._after))
+        if self._send is not None:
+            try:
+                num_sent = self._send(data)
+            except OSError:  # full, or closed: the transport sees to either
+                num_sent = 0
+            if num_sent != len(data) and not self._write(data[num_sent:]):
+                return
+        elif not self._write(data):
+            return
+        if self._is_clocked:
             self._pacer.note_write(self, num_texts)
+
+    def _write(self, data: bytes) -> bool:
+        """Write through the transport; return whether the client is connected and not behind."""
+        transport = self._transport
+        # uvloop raises on a closed transport, which would stop the writing of other streams.
+        if transport is None or transport.is_closing():
+            self._finish(StreamEnd.FAILED)
+            return False
+        transport.write(data)
+        num_unsent = transport.get_write_buffer_size()
+        self._send = self._socket.send if self._socket is not None and not num_unsent else None
+        if num_unsent > WRITE_HIGH_BYTES:
+            self._fall_behind(num_unsent)
+            return False
+        return True
 
     def settle(self) -> int:
         """Put events around the waiting texts, for others will follow; see `TextLane`."""
@@ -328,11 +363,7 @@ class EventStream:
 
     def write_events(self, events: Sequence[bytes]) -> None:
         """Write at once what waits, and events behind it."""
-        transport = self._transport
         self._hold_texts()
-        if transport is None or transport.is_closing():
-            self._finish(StreamEnd.FAILED)
-            return
         body = b"".join((*self._held, *events))
         num_tokens = max(self._num_held, len(events))
         self._held.clear()
@@ -341,10 +372,7 @@ class EventStream:
             self.flush_len = NEVER if self.is_resting else self._pacer.flush_len
             return
         self._num_quiet_ticks = 0
-        transport.write(b"".join((self._heads[len(body)], body, self._tail)))
-        if transport.get_write_buffer_size() > WRITE_HIGH_BYTES:
-            self._fall_behind(transport.get_write_buffer_size())
-        else:
+        if self._write(b"".join((self._heads[len(body)], body, self._tail))):
             self._pacer.note_write(self, num_tokens)
 
     def _hold_texts(self) -> None:
@@ -376,7 +404,7 @@ class EventStream:
         self.texts.clear()
         self._held.clear()
         self._end = self._end or StreamEnd.FAILED
-        self._transport = None
+        self._transport = self._socket = self._send = None
         if self._tick is not None:
             self._tick.cancel()
 

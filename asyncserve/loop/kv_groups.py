@@ -348,12 +348,14 @@ class KVAllocator:
                 for manager in growing
                 if len(table.block_ids[manager.group_id]) * manager.block_len <= table.covered_len
             )
-        if len(growing) > self.pool.num_free:
+        pool = self.pool
+        if len(growing) > pool.num_free:
             return None
-        new_ids: list[list[int]] = [[] for _ in self._managers]
+        new_ids: list[list[int]] = [[]] * self.num_groups
         for manager in growing:
-            new_ids[manager.group_id] = self.pool.allocate(1, manager.group_id)
-            table.block_ids[manager.group_id].extend(new_ids[manager.group_id])
+            group_id = manager.group_id
+            new_ids[group_id] = block_ids = pool.allocate(1, group_id)
+            table.block_ids[group_id].extend(block_ids)
         self._note_covered(sequence)
         return new_ids
 

@@ -96,17 +96,22 @@ class KVBlockPool:
         """Give out blocks in eviction order, each held once; their old content is forgotten."""
         if num_blocks > self._num_free:
             raise InvariantError(f"{num_blocks} blocks asked of a pool with {self._num_free} free")
+        ring = self._ring
         block_ids = []
+        # One for every so many tokens of each stream: links are made here, not by calls.
         for _ in range(num_blocks):
-            block = self._ring.next
-            self._unlink(block)
+            block = ring.next
+            following = ring.next = block.next
+            following.previous = ring
             if block.digest is not None:
+                self._num_cached[block.group_id] -= 1
                 if self._note_evicted is not None:
                     self._note_evicted(block.block_id, block.digest, block.group_id)
                 self._forget(block, block.digest)
             block.ref_count = 1
             block.group_id = group_id
             block_ids.append(block.block_id)
+        self._num_free -= num_blocks
         self._num_used[group_id] += num_blocks
         return block_ids
 
@@ -192,9 +197,7 @@ class KVBlockPool:
         block = self._blocks[block_id]
         if block.ref_count == 0:
             raise InvariantError(f"block {block_id} is registered and nobody holds it")
-        index = self._index[block.group_id]
-        if digest not in index and block.digest is None:
-            index[digest] = block
+        if block.digest is None and self._index[block.group_id].setdefault(digest, block) is block:
             block.digest = digest
             return True
         return False

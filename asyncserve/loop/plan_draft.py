@@ -6,7 +6,6 @@ counts as planned at once: it is not taken out again. Knows no policy: whose tur
 """
 
 from bisect import insort
-from array import array
 from collections.abc import Callable, Sequence
 
 from asyncserve.loop.beams import BeamRows
@@ -89,8 +88,8 @@ class PlanDraft:
         Returns:
             False if there are not enough now.
         """
-        live = self._live
         while (block_ids := cover(sequence)) is None:
+            live = self._live
             # Blocks that come back with a step in flight are waited for: one preemption at a time.
             firsts = [beams.first for beams in live.searches]
             if live.num_releasing or any(other.is_planned_to_its_end for other in live.decoding + firsts):
@@ -165,8 +164,7 @@ class PlanDraft:
         live = self._live
         states = self.decodes
         num_decodes = len(states)
-        ones = array("b", (1,)) * num_decodes
-        rows = ScheduledRows(self.decode_slots, self.decode_starts, ones, ones)
+        rows = ScheduledRows(self.decode_slots, self.decode_starts, [1] * num_decodes, [True] * num_decodes)
         for row in self.beam_rows:
             rows.append(row.slot, row.num_computed_tokens - 1, 1, True)
             states.append(row)

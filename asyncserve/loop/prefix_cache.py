@@ -163,12 +163,11 @@ class PrefixCache:
         """Make blocks of a sequence's table findable, whose content is known; null blocks are passed over."""
         register, step = self._pool.register, manager.digests_per_block
         block_ids, digests = sequence.block_table.block_ids[manager.group_id], sequence.block_digests
-        new = [
-            block_idx
-            for block_idx in block_idxs
-            if block_ids[block_idx] != NULL_BLOCK
-            and register(block_ids[block_idx], digests[(block_idx + 1) * step - 1])
-        ]
+        new: list[int] = []
+        for block_idx in block_idxs:
+            block_id = block_ids[block_idx]
+            if block_id != NULL_BLOCK and register(block_id, digests[(block_idx + 1) * step - 1]):
+                new.append(block_idx)
         if new and self._cache_log is not None:
             self._log_stored(self._cache_log, manager, sequence, new)
 
