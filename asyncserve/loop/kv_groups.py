@@ -129,6 +129,11 @@ class KVAllocator:
         return self._growing_managers != self._managers
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some layers let go of blocks while their sequence runs."""
+        return bool(self._window_managers)
+
+    @property
     def num_usable(self) -> int:
         """Blocks that can be held, all groups together."""
         return self.pool.num_usable

@@ -348,12 +348,12 @@ class Pipeline:
                 await asyncio.sleep(0)
             resumed.take_all()
             arrived = arrivals.take_all()
-            for arrival in arrived:
+            for number, arrival in enumerate(arrived, 1):
                 self._intake.note_taken(arrival)
                 if not arrival.active.has_ended:
                     self._add(arrival)
-            if len(arrived) >= SCHEDULED_PER_TURN:
-                await asyncio.sleep(0)
+                if number % SCHEDULED_PER_TURN == 0:
+                    await asyncio.sleep(0)
             began_s = self._clock()
             while (plan := scheduler.plan(now_s)) is not None:
                 plans.put_nowait(plan)

@@ -19,8 +19,11 @@ from asyncserve.step import StepPlan
 
 SCORED_TOKEN_COST = 2
 """What a prompt token takes of the budget when its log-probability is asked for: its logits are made, too."""
-MAX_ADMITTED = 32
-"""Sequences admitted by one plan: hashing their prompts and taking their blocks takes about 0.5 ms."""
+MAX_ADMITTED = 24
+"""Sequences admitted by one plan: hashing their prompts and taking their blocks takes about 0.4 ms."""
+LEAST_REGISTERED = 16
+"""Full blocks of streams that one plan makes findable, if there are so many, and twice the mean if that is
+more: streams that began together fill theirs together, and hashing hundreds would hold up the loop."""
 MAX_DEFERRED = 64
 """Waiting sequences passed over in one plan because another is computing their prefix; then the scan ends."""
 
@@ -153,8 +156,11 @@ class StepPlanner:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             # Its last block is full and known, now that a new one begins.
-            allocator.prefix_cache.register(sequence)
-            allocator.drop_unseen(sequence)
+            if allocator.has_windows:
+                allocator.prefix_cache.register(sequence)
+                allocator.drop_unseen(sequence)
+            else:
+                live.unregistered.append(sequence)
             if not draft.cover_or_preempt(sequence, allocator.extend):
                 continue
             start = sequence.num_computed_tokens
@@ -164,10 +170,22 @@ class StepPlanner:
             sequence.num_computed_tokens = start + 1
             sequence.num_unseen_tokens += 1
             sequence.last_step_id = step_id
+        self._register_some()
         if not decodes and len(live.decoding) < num_decoding > draft.budget_left:
             self._plan_decodes(draft)  # those whose turn it was were preempted: it is that of others
             return
         draft.budget_left -= len(decodes)
+
+    def _register_some(self) -> None:
+        """Make blocks findable that decode steps have filled, as many as take a moment."""
+        live = self._live
+        unregistered, prefix_cache = live.unregistered, live.allocator.prefix_cache
+        num_left = max(LEAST_REGISTERED, 2 * len(live.decoding) // prefix_cache.block_len)
+        while unregistered and num_left:
+            sequence = unregistered.popleft()
+            if sequence.status is SequenceStatus.RUNNING:
+                prefix_cache.register(sequence)
+                num_left -= 1
 
     def _plan_prefills(self, draft: PlanDraft) -> None:
         """Share what is left of the budget among prompts: those that run, then those that wait."""

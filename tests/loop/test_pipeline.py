@@ -8,6 +8,7 @@ from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.intake import STARTED_PER_TURN
 from asyncserve.loop.pipeline import SLICE_LEN
+from asyncserve.loop.step_planner import MAX_ADMITTED
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
 from tests.fakes.engine import VOCAB_SIZE, Bench, bench
 from tests.fakes.executor import fake_info
@@ -214,7 +215,7 @@ async def test_plans_that_admit_many_are_not_made_in_one_turn() -> None:
             num_plans = len(b.executor.plans)
             await asyncio.sleep(0)
             plans_per_turn.append([len(plan.admitted) for plan in b.executor.plans[num_plans:]])
-        assert sorted(plan for plans in plans_per_turn for plan in plans)[-2:] == [32, 32]
+        assert sorted(plan for plans in plans_per_turn for plan in plans)[-2:] == [MAX_ADMITTED] * 2
         assert max(map(len, plans_per_turn)) == 1
         b.executor.resume()
         for sink in sinks:
