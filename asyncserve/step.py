@@ -164,9 +164,7 @@ class ScheduledRows(Sequence[ScheduledSequence]):
     def __getitem__(self, index: int | slice) -> ScheduledSequence | tuple[ScheduledSequence, ...]:
         if isinstance(index, slice):
             return tuple(self)[index]
-        return ScheduledSequence(
-            self.slots[index], self.starts[index], self.lens[index], self.samples[index]
-        )
+        return ScheduledSequence(self.slots[index], self.starts[index], self.lens[index], self.samples[index])
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, ScheduledRows | tuple) else NotImplemented

@@ -71,6 +71,32 @@ class NoHeads(dict[int, bytes]):
         return b""
 
 
+class EventBegins(dict[int, bytes]):
+    """What stands before one event's text of so many bytes: the chunk's head and the frame's first part.
+
+    Args:
+        heads: Of the body's framing.
+        before: The frame's first part.
+        frame_len: Bytes of the whole frame.
+    """
+
+    MAX_REMEMBERED = 64
+    """Bytes of a text up to which it is remembered: nearly every token, and a few kilobytes a stream."""
+
+    def __init__(self, heads: dict[int, bytes], before: bytes, frame_len: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self._before = before
+        self._frame_len = frame_len
+
+    def __missing__(self, size: int) -> bytes:
+        """Put it together."""
+        begin = self._heads[self._frame_len + size] + self._before
+        if size <= self.MAX_REMEMBERED:
+            self[size] = begin
+        return begin
+
+
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which no client takes for an event."""
 
@@ -145,6 +171,46 @@ class EventStream:
         on_pause: Told that the client does not read (true), and that it reads again (false).
     """
 
+    # So many attributes that without slots each would be looked up in a table of the instance's own.
+    __slots__ = (
+        "_after",
+        "_before",
+        "_begins",
+        "_between",
+        "_clock",
+        "_end",
+        "_event_end",
+        "_heads",
+        "_held",
+        "_is_clocked",
+        "_is_paused",
+        "_loop",
+        "_num_beginning",
+        "_num_held",
+        "_num_quiet_ticks",
+        "_num_unsettled",
+        "_on_pause",
+        "_pacer",
+        "_reader",
+        "_send",
+        "_sinks",
+        "_socket",
+        "_stall_timeout_s",
+        "_tail",
+        "_tick",
+        "_tick_s",
+        "_transport",
+        "begun",
+        "due",
+        "ended",
+        "failure",
+        "flush_len",
+        "is_resting",
+        "renderer",
+        "takes_writes",
+        "texts",
+    )
+
     def __init__(
         self,
         renderer: ChunkRenderer,
@@ -169,7 +235,6 @@ class EventStream:
         self._pacer = pacer
         self._is_clocked = pacer.is_clocked
         self._before = self._between = self._event_end = self._after = b""
-        self._frame_len = 0
         self._held: list[bytes] = []
         self._num_held = 0
         self._num_unsettled = 0
@@ -183,6 +248,7 @@ class EventStream:
         # Sends on the socket itself; None while that is not to be: the transport has something unsent.
         self._send: Callable[[bytes], int] | None = None
         self._heads: dict[int, bytes] = NoHeads()
+        self._begins: dict[int, bytes] = {}
         self._tail = b""
         self._end: StreamEnd | None = None
         self._reader: SlowReader | None = None
@@ -261,7 +327,7 @@ class EventStream:
         self._between = after + before
         self._event_end = after
         self._after = after + self._tail
-        self._frame_len = len(before) + len(after)
+        self._begins = EventBegins(self._heads, before, len(before) + len(after))
 
     @property
     def has_one_choice(self) -> bool:
@@ -304,7 +370,7 @@ class EventStream:
             num_texts = 1
             body = text
         self._num_unsettled += num_texts
-        data = b"".join((self._heads[self._frame_len + len(body)], self._before, body, self._after))
+        data = b"".join((self._begins[len(body)], body, self._after))
         if self._send is not None:
             try:
                 num_sent = self._send(data)

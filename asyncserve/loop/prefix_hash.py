@@ -16,7 +16,7 @@ import cbor2
 
 
 class _EncodedTokens(dict[int, bytes]):
-    """Token id → its CBOR; remembered, for a block of them is encoded for every so many tokens of a stream."""
+    """Token id → its CBOR; remembered: whole blocks are encoded, one every few tokens of a stream."""
 
     def __missing__(self, token_id: int) -> bytes:
         encoded = self[token_id] = cbor2.dumps(token_id)
