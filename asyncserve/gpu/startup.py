@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from asyncserve.checkpoint import Checkpoint
-from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory
+from asyncserve.errors import ConfigError, OutOfDeviceMemory
 from asyncserve.gpu.attention.registry import load_attention
 from asyncserve.gpu.device import Device, host_memory, open_device
 from asyncserve.gpu.graphs import decode_sizes, mixed_sizes
@@ -27,7 +27,6 @@ from asyncserve.gpu.host_blocks import staging_bytes
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.kv_scales import KVScales
 from asyncserve.gpu.layers.loading import kv_scales
-from asyncserve.gpu.layers.rotary import read_rope_parameters
 from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.models.registry import load_model_class
 from asyncserve.gpu.runner import ModelRunner
@@ -54,10 +53,6 @@ logger = logging.getLogger(__name__)
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
 _CPU_KV_BYTES = 768 * _MIB
-_DEFAULT_CONTEXT_LEN = 2048
-"""For a configuration that does not say what the model was trained for."""
-_GEMMA3_CONTEXT_LEN = 131072
-"""For a Gemma 3 configuration that leaves out what transformers fills in."""
 
 _NODES_BYTES = 2 * _MIB
 """What the driver keeps of a captured step beside its tensors."""
@@ -138,7 +133,7 @@ def start_runner(
         num_slots = 256 if is_gpu else 64
         if token_budget is not None:
             num_slots = min(num_slots, token_budget)
-    trained_len = context_len(checkpoint.config)
+    trained_len = load_model_class(checkpoint.architecture).context_len(checkpoint.config)
     wanted_len = max_model_len if max_model_len is not None else trained_len
     # Without chunked prefill a prompt is computed in one step, so a step must take the longest.
     least_budget = num_slots if enable_chunked_prefill else max(num_slots, wanted_len)
@@ -316,34 +311,6 @@ def _known_dtype(option: str, name: str, *others: str) -> str:
     if name not in known:
         raise ConfigError(f"{option} is {name!r}; it must be auto, {', '.join((*known, *others))}")
     return name
-
-
-def context_len(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence the model is meant for, RoPE scaling included.
-
-    Raises:
-        CheckpointError: The configuration states no possible length.
-    """
-    max_len = config.get("max_position_embeddings")
-    is_gemma3 = str(config.get("model_type", "")).startswith("gemma3")
-    if max_len is None and is_gemma3:
-        return _GEMMA3_CONTEXT_LEN
-    if max_len is None:
-        return _DEFAULT_CONTEXT_LEN
-    if not isinstance(max_len, int) or max_len < 2:
-        raise CheckpointError(
-            f"max_position_embeddings is {max_len!r}; a context holds a token of prompt and one of output"
-        )
-    if is_gemma3:
-        # It states the stretched length, whatever the scaling.
-        return int(max_len)
-    rope = read_rope_parameters(config)
-    if rope["rope_type"] == "linear":
-        return int(max_len * float(rope["factor"]))
-    if rope["rope_type"] == "yarn":
-        return int(rope["original_max_position_embeddings"] * float(rope["factor"]))
-    # llama3, longrope and their like already state the stretched length; dynamic scaling begins beyond it.
-    return int(max_len)
 
 
 def group_layers(specs: Iterable[KVSpec], *, max_model_len: int = _TYPICAL_LEN) -> tuple[KVGroup, ...]:

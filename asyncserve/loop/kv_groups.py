@@ -21,11 +21,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from asyncserve.errors import ConfigError, InvariantError
-from asyncserve.kv_spec import KVGroup, RecurrentState, longest_held
+from asyncserve.kv_spec import NULL_BLOCK, KVGroup, RecurrentState, longest_held
 from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.host_tier import BlockToSwap, HostTier
 from asyncserve.loop.kv_managers import (
-    NULL_BLOCK,
     FullAttentionManager,
     RecurrentStateManager,
     SlidingWindowManager,

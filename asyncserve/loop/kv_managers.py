@@ -7,10 +7,7 @@ blocks: `KVAllocator` does, for all groups at once.
 
 from collections.abc import Callable, Sequence
 
-from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow
-
-NULL_BLOCK = 0
-"""Stands in a table where a sequence holds nothing."""
+from asyncserve.kv_spec import NULL_BLOCK, FullAttention, KVGroup, RecurrentState, SlidingWindow
 
 
 class FullAttentionManager:

@@ -17,10 +17,10 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asyncserve.errors import InvariantError
+from asyncserve.kv_spec import NULL_BLOCK
 from asyncserve.loop.cache_log import CacheLog
 
-
-_RING = 0
+_RING = NULL_BLOCK
 """The null block closes the ring of free blocks: its next is evicted first, its previous last."""
 
 
@@ -254,7 +254,7 @@ class KVBlockPool:
             raise InvariantError(f"{len(free)} free + {len(expected)} held blocks of {self.num_usable}")
 
     def _check_blocks(self, expected: Mapping[int, int]) -> None:
-        if 0 in expected:
+        if NULL_BLOCK in expected:
             raise InvariantError("a block table holds the null block")
         num_registered = 0
         for block_id, (ref_count, digest) in enumerate(zip(self._ref_counts, self._digests, strict=True)):

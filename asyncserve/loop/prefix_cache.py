@@ -8,9 +8,9 @@ given out: that is the pool's; nor what a prefix must consist of: that is the ma
 
 from collections.abc import Iterable, Sequence
 
-from asyncserve.kv_spec import SlidingWindow
+from asyncserve.kv_spec import NULL_BLOCK, SlidingWindow
 from asyncserve.loop.cache_log import CacheLog
-from asyncserve.loop.kv_managers import NULL_BLOCK, FullAttentionManager
+from asyncserve.loop.kv_managers import FullAttentionManager
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState

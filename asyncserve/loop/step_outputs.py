@@ -82,7 +82,8 @@ def apply_output(live: LiveSequences, entry: StepInFlight, output: StepOutput, n
     if len(live.sequences) != num_live:
         live.drop_ended()
     if live.num_releasing:
-        rows = [row for sequence in entry.states for row in sequence.rows or ()]
+        searches = dict.fromkeys(map(live.beams.get, entry.states))
+        rows = [row for beams in searches if beams is not None for row in beams.rows]
         live.releasable += [
             each for each in (*entry.states, *rows) if each.status is not SequenceStatus.RUNNING
         ]

@@ -15,10 +15,10 @@ from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory, U
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import CpuDevice, MemoryInfo
 from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.models.registry import MODELS, load_model_class
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.gpu.startup import (
     choose_dtype,
-    context_len,
     fit_model_len,
     group_layers,
     host_blocks_for,
@@ -277,13 +277,15 @@ def test_default_context_is_cut_to_the_pool_and_an_asked_one_is_not() -> None:
     ],
 )
 def test_context_length_is_what_the_configuration_means(config: dict[str, Any], expected: int) -> None:
-    assert context_len(config) == expected
+    architecture = "Gemma3ForCausalLM" if "model_type" in config else "LlamaForCausalLM"
+    assert load_model_class(architecture).context_len(config) == expected
 
 
+@pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("stated", [-5, 0, 1, "long", 2.5])
-def test_an_impossible_context_length_is_named(stated: object) -> None:
+def test_an_impossible_context_length_is_named(stated: object, architecture: str) -> None:
     with pytest.raises(CheckpointError, match="max_position_embeddings"):
-        context_len({"max_position_embeddings": stated})
+        load_model_class(architecture).context_len({"max_position_embeddings": stated})
 
 
 def test_dtype_is_the_checkpoints_on_a_gpu_and_what_the_processor_does_well_on_a_cpu() -> None:
