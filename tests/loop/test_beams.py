@@ -336,6 +336,26 @@ def test_rows_sample_together_however_small_steps_are_kept() -> None:
     assert_found(bench, ids, searched(prompt(11), 9, 6))
 
 
+def test_searches_and_decode_steps_take_turns_where_a_step_does_not_hold_them_all() -> None:
+    bench = Bench(info(max_num_batched_tokens=4, num_slots=12))
+    plain = [bench.add(prompt(2, first), max_tokens=30) for first in (30, 40)]
+    wide = add_search(bench, 4, prompt(3), max_tokens=24, stop_token_ids=frozenset())
+    narrow = add_search(bench, 2, prompt(3, 20), max_tokens=24, stop_token_ids=frozenset())
+    while bench.statistics().num_running < 8:
+        bench.step()
+    planned = [bench.sequence_ids(bench.must_plan())]
+    for _ in range(11):
+        bench.apply()
+        planned.append(bench.sequence_ids(bench.must_plan()))
+    # The wide search fills a step, the narrow one has room beside both decode steps: once in four steps each.
+    for first in range(8):
+        assert {*plain, *wide, *narrow} <= set().union(*planned[first : first + 4])
+    bench.run()
+    assert_found(bench, wide, searched(prompt(3), 4, 24, frozenset()))
+    assert_found(bench, narrow, searched(prompt(3, 20), 2, 24, frozenset()))
+    assert bench.tokens_of(plain[0]) == fake_continuation(prompt(2, 30), 30, VOCAB)
+
+
 def test_rows_that_are_not_finite_end_with_an_error() -> None:
     bench = Bench(info(), async_scheduling=False)
     ids = add_search(bench, 3, prompt(11), max_tokens=12)
