@@ -31,7 +31,8 @@ class StepInFlight:
     """A plan not yet applied: the states in the order of `plan.sequences`, and those of them that sample.
 
     Of the latter the first `num_decodes` have had tokens before. `is_trial`: it holds suspects and nobody
-    else. `searches`: Beam searches whose rows sample.
+    else. `searches`: Beam searches whose rows sample. `entered`: Rows of searches that entered slots with the
+    plan, which may compute nothing in it.
     """
 
     plan: StepPlan
@@ -40,6 +41,7 @@ class StepInFlight:
     num_decodes: int
     is_trial: bool
     searches: list[BeamRows]
+    entered: list[SequenceState]
 
 
 class LiveSequences:
@@ -245,10 +247,10 @@ class LiveSequences:
 
     def release_unmentioned(self, entry: StepInFlight) -> None:
         """Take back what is held by those that ran in a step and do no longer, as far as that may be now."""
-        # Rows that enter slots with a search may be in none of its steps.
+        # With one row of a search all were set back, and some may be in no step.
         searches = dict.fromkeys(map(self.beams.get, entry.states))
         rows = [row for beams in searches if beams is not None for row in beams.rows]
-        for sequence in (*entry.states, *rows):
+        for sequence in (*entry.states, *rows, *entry.entered):
             self.release_if_unmentioned(sequence)
 
     def release_if_unmentioned(self, sequence: SequenceState) -> None:

@@ -32,6 +32,7 @@ class PlanDraft:
         branches: By the sequence they branch off from, which is among the prefills.
         copies: Of blocks that branches begin with.
         searches: Beam searches that sample.
+        entered: Rows of searches that enter slots.
         beam_rows: Rows of them that have sampled before.
     """
 
@@ -47,6 +48,7 @@ class PlanDraft:
         "budget_left",
         "copies",
         "decodes",
+        "entered",
         "prefills",
         "searches",
         "step_id",
@@ -67,6 +69,7 @@ class PlanDraft:
         self.copies: list[BlockCopy] = []
         self.searches: list[BeamRows] = []
         self.beam_rows: list[SequenceState] = []
+        self.entered: list[SequenceState] = []
         self._admitted: list[SlotAssignment] = []
         self._appends: list[BlockAppend] = []
 
@@ -201,5 +204,7 @@ class PlanDraft:
             block_loads=block_loads,
             block_copies=tuple(self.copies),
         )
-        live.put_in_flight(StepInFlight(plan, states, sampling, num_decodes, is_trial, self.searches))
+        live.put_in_flight(
+            StepInFlight(plan, states, sampling, num_decodes, is_trial, self.searches, self.entered)
+        )
         return plan

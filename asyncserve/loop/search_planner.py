@@ -70,13 +70,18 @@ class SearchPlanner:
                 first, len(others) * live.allocator.fork_cost(len(first.token_ids))
             ):
                 return
+            given = []
             for row in rows:
                 if row in planned:
                     continue
                 new_ids = live.allocator.advance(row)
                 if new_ids is None:
-                    live.preempt(first)  # what other rows were given is not lost with the draft
+                    # All give back what they hold; of what others were given just now the device is not told,
+                    # for their slots may be another's in this very plan.
+                    live.preempt(first)
                     return
+                given.append((row, new_ids))
+            for row, new_ids in given:
                 draft.append_blocks(row, new_ids)
         for row in beams.rows:
             row.last_step_id = draft.step_id
@@ -114,6 +119,7 @@ class SearchPlanner:
             return False
         self._next_search_id += 1
         insort(live.searches, beams, key=lambda each: each.first.order)
+        draft.entered += beams.rows
         for row in beams.rows:
             is_branch = row not in rows
             if not is_branch:

@@ -82,10 +82,8 @@ def apply_output(live: LiveSequences, entry: StepInFlight, output: StepOutput, n
     if len(live.sequences) != num_live:
         live.drop_ended()
     if live.num_releasing:
-        searches = dict.fromkeys(map(live.beams.get, entry.states))
-        rows = [row for beams in searches if beams is not None for row in beams.rows]
         live.releasable += [
-            each for each in (*entry.states, *rows) if each.status is not SequenceStatus.RUNNING
+            each for each in (*entry.states, *entry.entered) if each.status is not SequenceStatus.RUNNING
         ]
         live.release_some()
     live.allocator.note_step(entry.plan, entry.num_decodes, output.device_s)

@@ -356,6 +356,28 @@ def test_searches_and_decode_steps_take_turns_where_a_step_does_not_hold_them_al
     assert bench.tokens_of(plain[0]) == fake_continuation(prompt(2, 30), 30, VOCAB)
 
 
+def test_rows_that_entered_slots_and_found_no_room_in_that_step_give_them_back() -> None:
+    bench = Bench(info(block_len=1, max_num_batched_tokens=3))
+    ids = add_search(bench, 2, prompt(4), max_tokens=12, stop_token_ids=frozenset())
+    for _ in range(4):
+        bench.step()
+    bench.pause(ids[0])
+    others = [bench.add(prompt(3, first), max_tokens=20) for first in (30, 40)]
+    for _ in range(5):
+        bench.step()
+    # All that the rows know is cached but for a token each, and there is room for one.
+    bench.resume(ids[0])
+    assert not bench.sequence_ids(bench.must_plan()).intersection(ids)
+    assert bench.statistics().num_running == 4
+    bench.pause(ids[0])
+    bench.apply()
+    assert bench.statistics().num_running == 2
+    bench.resume(ids[0])
+    bench.run()
+    assert_found(bench, ids, searched(prompt(4), 2, 12, frozenset()))
+    assert bench.tokens_of(others[0]) == fake_continuation(prompt(3, 30), 20, VOCAB)
+
+
 def test_rows_that_are_not_finite_end_with_an_error() -> None:
     bench = Bench(info(), async_scheduling=False)
     ids = add_search(bench, 3, prompt(11), max_tokens=12)
