@@ -152,7 +152,7 @@ def _apply_search(
     if not beams.search.is_done:
         return
     for row, result in zip(beams.rows, beams.results(), strict=True):
-        if result is None:
+        if beams.search.has_found_nothing:
             deltas.append(live.end_with_error(row, _nothing_allowed(row)))
             continue
         row.timeline.first_token_s = row.timeline.last_token_s = now_s

@@ -101,7 +101,7 @@ class StepPlanner:
         return draft.submit(scheduled)
 
     def _searches_go_first(self, draft: PlanDraft) -> bool:
-        """Return whether searches choose before decode steps: every other time, if a step does not hold all."""
+        """Return whether searches choose before decode steps; every other time, where not all fit a step."""
         live = self._live
         num_rows = sum(beams.width for beams in live.searches)
         return num_rows + len(live.decoding) <= draft.budget_left or not self._searches_went_first

@@ -389,7 +389,7 @@ def test_rows_that_are_not_finite_end_with_an_error() -> None:
     bench.check_nothing_leaked()
 
 
-def test_what_is_left_too_few_of_ends_with_an_error_of_its_own() -> None:
+def test_what_a_search_has_not_found_is_missing_and_is_no_error() -> None:
     bench = Bench(info(), async_scheduling=False)
     ids = add_search(bench, 2, prompt(3), max_tokens=5)
     bench.must_plan()
@@ -399,7 +399,20 @@ def test_what_is_left_too_few_of_ends_with_an_error_of_its_own() -> None:
     bench.apply_output(dataclasses.replace(output, beams={search_id: nothing}))
     assert bench.tokens_of(ids[0]) == [3]
     assert bench.received[ids[0]].finish_reason is FinishReason.STOP
-    assert bench.received[ids[1]].finish_reason is FinishReason.ERROR
+    assert bench.tokens_of(ids[1]) == []
+    assert bench.received[ids[1]].finish_reason is FinishReason.MISSING
+    bench.check_nothing_leaked()
+
+
+def test_a_search_that_has_found_nothing_ends_with_an_error() -> None:
+    bench = Bench(info(), async_scheduling=False)
+    ids = add_search(bench, 2, prompt(3), max_tokens=5)
+    bench.must_plan()
+    output = bench.runner.run(bench.in_flight.popleft())
+    (search_id,) = output.beams
+    nothing = [BeamCandidate(0, token, -math.inf) for token in range(4, 10)]
+    bench.apply_output(dataclasses.replace(output, beams={search_id: nothing}))
+    assert [bench.received[each].finish_reason for each in ids] == [FinishReason.ERROR] * 2
     bench.check_nothing_leaked()
 
 

@@ -23,4 +23,5 @@ def test_larger_random_lives_go_as_well() -> None:
 
 def test_who_can_compute_gets_its_turn_in_steps_that_never_hold_all() -> None:
     total = live_many([*range(4), 3001], are_steps_tiny=True)
-    assert total["beams"] and total["preemptions"]
+    assert total["beams"]
+    assert total["preemptions"]
