@@ -82,6 +82,8 @@ def simulate(seed: int, size: int = 1, *, are_steps_tiny: bool = False) -> dict[
     host = random.Random(f"host {seed}")
     num_swap_blocks = host.choice([0, 0, 4, 16, 64])
     num_host_blocks = num_swap_blocks + host.choice([0, 0, 3, 16, 64])
+    # A bus that carries all, or few blocks a step, beside steps whose tokens take about as long as a block.
+    host_block_s, step_s = host.choice([(0.0, 0.0), (0.002, 0.004), (0.01, 0.004)])
     max_num_batched_tokens = rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40])
     if are_steps_tiny:
         chunked, max_num_batched_tokens = True, rng.randint(1, 5)
@@ -97,6 +99,7 @@ def simulate(seed: int, size: int = 1, *, are_steps_tiny: bool = False) -> dict[
         max_unapplied=rng.choice([1, 2, 2, 3]),
         num_host_blocks=num_host_blocks + 1 if num_host_blocks else 0,
         num_swap_blocks=num_swap_blocks,
+        host_block_s=host_block_s,
         specs=specs,
     )
     bench = Bench(
@@ -107,6 +110,7 @@ def simulate(seed: int, size: int = 1, *, are_steps_tiny: bool = False) -> dict[
         long_prefill_token_threshold=rng.choice([0, 0, 2, 5]),
         async_scheduling=rng.random() < 0.8,
     )
+    bench.step_s = step_s
     limit = min(max_model_len, capacity, 1000 if chunked else info.max_num_batched_tokens + 10)
     shared = [[rng.randrange(VOCAB) for _ in range(64 * size)] for _ in range(2)]
     failure_rate = rng.choice([0.0, 0.0, 0.05, 0.2])

@@ -1,5 +1,6 @@
 """A scheduler on a fake device, driven step by step and checked after every call."""
 
+import dataclasses
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -79,6 +80,8 @@ class Bench:
         """Whose steps were tried alone after a failure, in order."""
         self.loses_device = False
         """Whether a culprit lets the device be lost, instead of a step fail."""
+        self.step_s = 0.0
+        """Seconds that the device says it took for a step; 0: it does not."""
         self.num_failed_steps = 0
         self.num_losses = 0
         self.num_operations = 0
@@ -206,7 +209,8 @@ class Bench:
 
     def apply(self) -> list[TokenDelta]:
         """Run the oldest step and apply what it gave."""
-        return self.apply_output(self.runner.run(self.in_flight.popleft()))
+        output = self.runner.run(self.in_flight.popleft())
+        return self.apply_output(dataclasses.replace(output, device_s=self.step_s))
 
     def advance(self, kind: type[StepFailed] = StepFailed) -> list[TokenDelta]:
         """Run the oldest step and apply what it gave, or let it fail if a culprit is in it."""
