@@ -15,6 +15,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "f
 FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """Those of 8 bits, by the names that options have for them."""
 
+NULL_BLOCK = 0
+"""Stands in a block table where a sequence holds nothing: at its beginning where a window has passed, and
+on the device behind its end. It holds zeros and belongs to nobody."""
+
 _ANY_LEN = 2**31 - 1
 
 

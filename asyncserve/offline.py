@@ -338,7 +338,9 @@ class _CollectingSink:
             prompt=prompt,
             prompt_token_ids=tuple(self._prompt_token_ids),
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
-            outputs=tuple(map(_completion_output, merged)),
+            outputs=tuple(
+                _completion_output(each) for each in merged if each.finish_reason is not FinishReason.MISSING
+            ),
             num_cached_tokens=usage.num_cached_tokens if usage is not None else 0,
         )
 

@@ -63,12 +63,16 @@ EarlyStopping = bool | Literal["never"]
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended; the value is what OpenAI's API calls it."""
+    """Why a sequence ended; the value is what OpenAI's API calls it.
+
+    MISSING: it is no choice, for its beam search has found fewer texts than it has rows; no client is told.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    MISSING = "missing"
 
 
 class StructureKind(enum.Enum):

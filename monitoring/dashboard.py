@@ -155,7 +155,7 @@ def _throughput() -> Iterator[Panel]:
     )
     yield lines(
         "Sequences that ended",
-        "By reason: stop, length, abort (the client left, or its time was over) or error.",
+        "By reason: stop, length, abort (the client left, or its time is over), error, missing (beams).",
         [_rate("request_success_total", "{{finished_reason}}", by="finished_reason")],
         unit="reqps",
         stacked=True,

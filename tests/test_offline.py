@@ -111,6 +111,12 @@ def test_several_outputs_and_logprobs_come_back_by_index(llm: LLM) -> None:
     assert [e.token_id for e in completion.prompt_logprobs] == list(completion.prompt_token_ids[1:])
 
 
+def test_a_beam_search_gives_what_it_has_found(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=1, use_beam_search=True, allowed_token_ids=(65, 66))
+    (completion,) = llm.generate(["hello"], params, progress=False)
+    assert sorted(output.token_ids for output in completion.outputs) == [(65,), (66,)]
+
+
 @pytest.mark.parametrize(
     "prompt", [None, 1.5, b"bytes", {"a": 1}, {1, 2}, ["words"], [1, None], [1, True], [10**6]]
 )

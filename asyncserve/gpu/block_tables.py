@@ -12,11 +12,8 @@ import numpy as np
 
 from asyncserve.errors import InvariantError
 from asyncserve.gpu.staging import Int32Array, Int64Array
+from asyncserve.kv_spec import NULL_BLOCK
 from asyncserve.step import BlockAppend, ScheduledSequence
-
-NULL_BLOCK = 0
-"""Fills the unused end of a table, and its beginning where a window had passed it before the sequence came;
-holds zeros and belongs to nobody."""
 
 
 class BlockTable:

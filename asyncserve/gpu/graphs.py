@@ -24,6 +24,8 @@ _MIXED_TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
 _MIXED_ROWS = 256
 _LONG_ROWS = 16
+"""Prompts, and branches that begin: one more is a program of the attention kernel more for each KV head of
+each layer, in every replay. So a step in which more than 15 branches begin is launched anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from asyncserve.checkpoint import Checkpoint
-from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory
+from asyncserve.errors import ConfigError, OutOfDeviceMemory
 from asyncserve.gpu.attention.registry import load_attention
 from asyncserve.gpu.device import Device, host_memory, open_device
 from asyncserve.gpu.graphs import decode_sizes, mixed_sizes
@@ -27,7 +27,6 @@ from asyncserve.gpu.host_blocks import staging_bytes
 from asyncserve.gpu.kv_cache import KVCache
 from asyncserve.gpu.kv_scales import KVScales
 from asyncserve.gpu.layers.loading import kv_scales
-from asyncserve.gpu.layers.rotary import read_rope_parameters
 from asyncserve.gpu.models.interface import Model
 from asyncserve.gpu.models.registry import load_model_class
 from asyncserve.gpu.runner import ModelRunner
@@ -47,20 +46,36 @@ from asyncserve.kv_spec import (
     pool_bytes_per_block,
 )
 from asyncserve.request import SamplingParams
-from asyncserve.step import BlockAppend, ExecutorInfo, ScheduledSequence, SlotAssignment, StepPlan
+from asyncserve.step import (
+    BeamAssignment,
+    BlockAppend,
+    ExecutorInfo,
+    ScheduledSequence,
+    SlotAssignment,
+    StepPlan,
+)
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
 _GIB = 1024 * _MIB
 _CPU_KV_BYTES = 768 * _MIB
-_DEFAULT_CONTEXT_LEN = 2048
-"""For a configuration that does not say what the model was trained for."""
-_GEMMA3_CONTEXT_LEN = 131072
-"""For a Gemma 3 configuration that leaves out what transformers fills in."""
 
 _NODES_BYTES = 2 * _MIB
 """What the driver keeps of a captured step beside its tensors."""
+
+ASKS_MOST = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    presence_penalty=0.1,
+    logit_bias={0: 1.0},
+    num_logprobs=20,
+)
+"""Of a row whose sampling takes the most memory; what beams take is something else."""
+SEARCHES = SamplingParams(temperature=0.0, use_beam_search=True, logit_bias={0: 1.0})
+"""Of a beam."""
 
 _TYPICAL_LEN = 8192
 """Tokens of a sequence for which layers are put into groups, if the most is not known."""
@@ -138,7 +153,7 @@ def start_runner(
         num_slots = 256 if is_gpu else 64
         if token_budget is not None:
             num_slots = min(num_slots, token_budget)
-    trained_len = context_len(checkpoint.config)
+    trained_len = load_model_class(checkpoint.architecture).context_len(checkpoint.config)
     wanted_len = max_model_len if max_model_len is not None else trained_len
     # Without chunked prefill a prompt is computed in one step, so a step must take the longest.
     least_budget = num_slots if enable_chunked_prefill else max(num_slots, wanted_len)
@@ -316,34 +331,6 @@ def _known_dtype(option: str, name: str, *others: str) -> str:
     if name not in known:
         raise ConfigError(f"{option} is {name!r}; it must be auto, {', '.join((*known, *others))}")
     return name
-
-
-def context_len(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence the model is meant for, RoPE scaling included.
-
-    Raises:
-        CheckpointError: The configuration states no possible length.
-    """
-    max_len = config.get("max_position_embeddings")
-    is_gemma3 = str(config.get("model_type", "")).startswith("gemma3")
-    if max_len is None and is_gemma3:
-        return _GEMMA3_CONTEXT_LEN
-    if max_len is None:
-        return _DEFAULT_CONTEXT_LEN
-    if not isinstance(max_len, int) or max_len < 2:
-        raise CheckpointError(
-            f"max_position_embeddings is {max_len!r}; a context holds a token of prompt and one of output"
-        )
-    if is_gemma3:
-        # It states the stretched length, whatever the scaling.
-        return int(max_len)
-    rope = read_rope_parameters(config)
-    if rope["rope_type"] == "linear":
-        return int(max_len * float(rope["factor"]))
-    if rope["rope_type"] == "yarn":
-        return int(rope["original_max_position_embeddings"] * float(rope["factor"]))
-    # llama3, longrope and their like already state the stretched length; dynamic scaling begins beyond it.
-    return int(max_len)
 
 
 def group_layers(specs: Iterable[KVSpec], *, max_model_len: int = _TYPICAL_LEN) -> tuple[KVGroup, ...]:
@@ -632,7 +619,8 @@ def profile(
 ) -> tuple[int, int]:
     """Run the largest steps there can be over a tiny cache; return what they need besides weights and cache.
 
-    What the runner keeps for good (token history, sampler state) counts too: it is there beside the cache.
+    What the runner keeps for good (token history, sampler state) counts too: it is there beside the cache. So
+    does what sampling takes of rows that ask for all it can do, or that are beams: several times the logits.
 
     Returns:
         Bytes of activations and persistent rows, and of the CUDA graphs.
@@ -648,16 +636,24 @@ def profile(
     bytes_per_sequence = pool_bytes_per_block(groups) * most_blocks_held(groups, longest, 1)
     num_long = min(num_slots, max(1, device.memory().free_bytes // bytes_per_sequence))
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    # Decode steps over all the memory there could be for a cache, beside short ones.
+    decodes = [(longest - 1, 1)] * num_long + [(0, 1)] * (num_slots - num_long)
     for rows in (
         # A few long prompts ask most of the layers, one row per slot asks most of the sampler.
         [(0, min(longest, token_budget // few))] * few,
         [(0, min(longest, token_budget // num_slots))] * num_slots,
         # The end of the longest prompt attends to the most cached positions.
         [(longest - chunk, chunk)],
-        # Decode steps over all the memory there could be for a cache, beside short ones.
-        [(longest - 1, 1)] * num_long + [(0, 1)] * (num_slots - num_long),
+        decodes,
     ):
         run_dummy_rows(runner, rows, sampling=sampling)
+    run_dummy_rows(runner, [(0, 1)] * num_slots, sampling=ASKS_MOST)
+    run_dummy_rows(
+        runner,
+        decodes,
+        sampling=SEARCHES,
+        widths=(num_long, num_slots - num_long),
+    )
     device.synchronize()
     cache_bytes = num_blocks * pool_bytes_per_block(groups)
     activation_bytes = device.peak_bytes() - before_bytes - cache_bytes
@@ -690,7 +686,13 @@ def _warm_up(runner: ModelRunner, *, block_len: int, model_len: int, mixes: bool
         run_dummy_rows(runner, rows, sampling=SamplingParams(temperature=0.0))
 
 
-def run_dummy_rows(runner: ModelRunner, rows: list[tuple[int, int]], *, sampling: SamplingParams) -> None:
+def run_dummy_rows(
+    runner: ModelRunner,
+    rows: list[tuple[int, int]],
+    *,
+    sampling: SamplingParams,
+    widths: Sequence[int] = (),
+) -> None:
     """Run one step and forget its sequences.
 
     The K and V of them all lie in one block of each group again and again, so however long they are, they
@@ -700,7 +702,13 @@ def run_dummy_rows(runner: ModelRunner, rows: list[tuple[int, int]], *, sampling
         runner: Without sequences.
         rows: (start, num_tokens) of each; single tokens first.
         sampling: Of every row.
+        widths: Of beam searches whose rows these are, in order; 0 for none.
     """
+    beams = [
+        BeamAssignment(search_id, beam_idx, width, 0.0)
+        for search_id, width in enumerate(widths)
+        for beam_idx in range(width)
+    ]
     for slot, (start, num_tokens) in enumerate(rows):
         assignment = SlotAssignment(
             slot=slot,
@@ -708,6 +716,7 @@ def run_dummy_rows(runner: ModelRunner, rows: list[tuple[int, int]], *, sampling
             prompt_len=start + num_tokens,
             sampling=sampling,
             seed=0,
+            beam=beams[slot] if beams else None,
         )
         # Block 0 is the null block.
         appends = tuple(

@@ -7,6 +7,7 @@ those that are done, that is nothing.
 """
 
 import asyncio
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -80,8 +81,11 @@ class Shapes(ABC):
         }
 
     def answer(self, outputs: Sequence[RequestOutput], usages: Sequence[Usage]) -> bytes:
-        """Return the whole answer, from one output per choice and one usage per prompt."""
-        choices = [self.whole_choice(index, output) for index, output in enumerate(outputs)]
+        """Return the whole answer, from one output per choice and one usage per prompt.
+
+        The choices are numbered through all prompts.
+        """
+        choices = [self.whole_choice(output.index, output) for output in outputs]
         return self._body(self.WHOLE, choices, {"usage": self.usage(usages), **self.whole_extras(outputs)})
 
     def whole_extras(self, outputs: Sequence[RequestOutput]) -> Mapping[str, Any]:
@@ -213,7 +217,11 @@ async def respond(
     collected = await collect(serving, requests)
     if on_begun is not None:
         await on_begun([each.prompt_token_ids for each in collected])
-    outputs = [output for each in collected for output in each.outputs]
+    outputs = [
+        dataclasses.replace(output, index=position * requests[0].sampling.n + output.index)
+        for position, each in enumerate(collected)
+        for output in each.outputs
+    ]
     usages = [each.usage for each in collected]
     # Thousands of tokens with twenty rivals each take a while to write down, too.
     if shapes.gives_logprobs or any(
@@ -227,7 +235,7 @@ async def respond(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """All output of one engine request: one `RequestOutput` per choice."""
+    """All output of one engine request: one `RequestOutput` per choice, those that are missing left out."""
 
     prompt_token_ids: "array[int]"
     outputs: Sequence[RequestOutput]
@@ -289,7 +297,8 @@ class CollectingSink:
 
     def collected(self) -> Collected:
         """Return everything; valid when the gathering has ended without failure."""
-        outputs = [merge_all(outputs) for outputs in self._outputs]
+        merged = map(merge_all, self._outputs)
+        outputs = [output for output in merged if output.finish_reason is not FinishReason.MISSING]
         return Collected(
             prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,

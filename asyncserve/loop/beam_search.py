@@ -96,6 +96,11 @@ class BeamSearch:
         """Outputs of every row."""
         return len(self.rows[0])
 
+    @property
+    def has_found_nothing(self) -> bool:
+        """Whether nothing is finished yet."""
+        return not self._finished
+
     def advance(self, candidates: Sequence[BeamCandidate]) -> list[BeamCandidate]:
         """Account for one step.
 
@@ -130,7 +135,8 @@ class BeamSearch:
     def results(self, num: int) -> list[Hypothesis]:
         """Return the best of what is finished, best first.
 
-        Fewer than `num`, which is at most `width`, only if restrictions of the output allow no more.
+        Fewer than `num`, which is at most `width`, only if restrictions of the output allow no more. Then
+        transformers fills up with texts of what is forbidden; vLLM, as this one, returns what there is.
         """
         return sorted(self._finished, key=_score, reverse=True)[:num]
 

@@ -96,19 +96,23 @@ class BeamRows:
             row.token_ids = row.tokenized.prompt_token_ids + outputs
         return [survivor.parent for survivor in survivors]
 
-    def results(self) -> list[TokenDelta | None]:
-        """Return the result that each row becomes, best first; None where there are too few."""
+    def results(self) -> list[TokenDelta]:
+        """Return the result that each row becomes, best first; where there are too few it is missing."""
         found: list[Hypothesis | None] = [*self.search.results(self.width)]
         found += [None] * (self.width - len(found))
-        return [
-            None if hypothesis is None else _delta(row, hypothesis)
-            for row, hypothesis in zip(self.rows, found, strict=True)
-        ]
+        return [_delta(row, hypothesis) for row, hypothesis in zip(self.rows, found, strict=True)]
 
 
-def _delta(row: SequenceState, hypothesis: Hypothesis) -> TokenDelta:
-    outputs: array[int] = hypothesis.token_ids
+def _delta(row: SequenceState, hypothesis: Hypothesis | None) -> TokenDelta:
+    outputs: array[int] = array("i") if hypothesis is None else hypothesis.token_ids
     row.token_ids = row.tokenized.prompt_token_ids + outputs
+    if hypothesis is None:
+        return TokenDelta(
+            row.sequence_id,
+            (),
+            finish_reason=FinishReason.MISSING,
+            num_cached_tokens=row.num_cached_tokens,
+        )
     is_stopped = hypothesis.stop_token_id is not None
     return TokenDelta(
         row.sequence_id,

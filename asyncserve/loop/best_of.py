@@ -22,7 +22,8 @@ def with_scores(request: Request) -> Request:
 class BestOfSink:
     """An `OutputSink` of a request's sequences that gives another one the best of them.
 
-    Those of a beam search are ranked already. One that failed is left out, unless too few are left.
+    Those of a beam search are ranked already, what it has not found is behind them. One that failed is left
+    out, unless too few are left.
 
     Args:
         sink: Gets `n` choices, best first, all at once. The tokens of those left out count among the first
@@ -58,12 +59,14 @@ class BestOfSink:
         """Pass it on."""
         self.sink.fail(error)
 
-    def _rank(self, output: RequestOutput) -> tuple[bool, float]:
+    def _rank(self, output: RequestOutput) -> tuple[int, float]:
         """Return what is smaller for a better one; of equals the first is better."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            return True, 0.0
+            return 2, 0.0
+        if output.finish_reason is FinishReason.MISSING:
+            return 1, 0.0
         logprobs = output.logprobs or ()  # none of a beam search
-        return False, -sum(each.logprob for each in logprobs) / max(1, len(logprobs))
+        return 0, -sum(each.logprob for each in logprobs) / max(1, len(logprobs))
 
     def _give(self, ranked: list[RequestOutput]) -> None:
         num = self._sampling.n

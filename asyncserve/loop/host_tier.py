@@ -11,8 +11,12 @@ Why a host block holds what it is said to:
   the device keeps the order of plans;
 * what a failed step and those behind it in flight were to move is not known to have been moved
   (`lose_transfers`).
+
+Evicted blocks are stored as far as the bus keeps up: what is beyond that would hold up the plan's step, with
+all that decode in it, and is forgotten instead (`_forget_excess`).
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +26,10 @@ from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.swap_cost import SwapCost
 from asyncserve.observer import EngineStatistics
 from asyncserve.step import BlockTransfer, StepPlan
+
+_MOST_STORING_S = 0.01
+"""Seconds of the bus that the evicted blocks of a plan may take: about what staging memory on the device
+holds (512 MiB at 50 GB/s). More is copied before the step begins, not beside it."""
 
 
 class SwappedBlock(NamedTuple):
@@ -97,6 +105,7 @@ class HostTier:
         # Of the plan in the making; by host block, for what is stored last in one is what it holds.
         self._stores: dict[int, int] = {}
         self._loads: list[BlockTransfer] = []
+        self._storable_s = _MOST_STORING_S  # of the bus, which carries what was stored while steps run
 
     @property
     def num_used(self) -> int:
@@ -223,6 +232,7 @@ class HostTier:
 
     def take_transfers(self) -> tuple[tuple[BlockTransfer, ...], tuple[BlockTransfer, ...]]:
         """Return the stores and the loads of the plan that is made now."""
+        self._forget_excess()
         stores = tuple(
             BlockTransfer(device_block, host_block) for host_block, device_block in self._stores.items()
         )
@@ -237,6 +247,26 @@ class HostTier:
     def note_step(self, num_tokens: int, num_decodes: int, device_s: float) -> None:
         """Note how long a step took; see `SwapCost`."""
         self._cost.note_step(num_tokens, num_decodes, device_s)
+        # Of a step of unknown length the bus is taken to have kept up.
+        self._storable_s = min(_MOST_STORING_S, self._storable_s + (device_s or _MOST_STORING_S))
+
+    def prefers_load(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return whether host blocks that were found are worth loading; see `SwapCost`."""
+        return self._cost.prefers_load(num_blocks, num_tokens)
+
+    def _forget_excess(self) -> None:
+        """Store no more evicted blocks in this plan than the bus keeps up with: the last that were evicted.
+
+        They are the most use: a sequence's tail is evicted before its head. What a swapped sequence holds,
+        or a load of this plan, is stored in any case.
+        """
+        transfer_s = self._cost.transfer_s
+        num_storable = max(0, math.ceil(self._storable_s / transfer_s)) if transfer_s else len(self._stores)
+        if (num_excess := len(self._stores) - num_storable) > 0:
+            for host_block in [each for each in self._stores if self._pool.is_free(each)][:num_excess]:
+                del self._stores[host_block]
+                self._pool.unregister(host_block)
+        self._storable_s -= len(self._stores) * transfer_s
 
     # Failures
 

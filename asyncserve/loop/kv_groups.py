@@ -17,15 +17,13 @@ its negative number.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from asyncserve.errors import ConfigError, InvariantError
-from asyncserve.kv_spec import KVGroup, RecurrentState, longest_held
+from asyncserve.kv_spec import NULL_BLOCK, KVGroup, RecurrentState, longest_held
 from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.host_tier import BlockToSwap, HostTier
 from asyncserve.loop.kv_managers import (
-    NULL_BLOCK,
     FullAttentionManager,
     RecurrentStateManager,
     SlidingWindowManager,
@@ -36,6 +34,9 @@ from asyncserve.loop.prefix_cache import PrefixCache
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.observer import KVGroupStatistics
 from asyncserve.step import BlockCopy, BlockTransfer, StepPlan
+
+_COMPARED_BLOCKS = 64
+"""Of two tables, at once: slices are compared many times faster than elements."""
 
 
 class KVAllocator:
@@ -95,7 +96,6 @@ class KVAllocator:
             manager_class(group)(
                 group.group_id,
                 group.spec,
-                self.pool.find if host_tier is None else self._find,
                 digest_len=self.block_len,
                 align_len=align_len,
             )
@@ -161,8 +161,9 @@ class KVAllocator:
     def match_prefix(self, sequence: SequenceState) -> list[list[int]]:
         """Return, per group, the table of the longest prefix that is cached in all of them.
 
-        Null blocks stand in it for those that are not needed, negative numbers for blocks on the host. All
-        groups' matches are equally long, counted in positions. Of a swapped sequence: its own table.
+        Null blocks stand in it for those that are not needed, negative numbers for blocks on the host, where
+        loading them takes less than computing their tokens. All groups' matches are equally long, counted in
+        positions. Of a swapped sequence: its own table.
         """
         if self.host_tier is not None:
             swapped = self.host_tier.swapped(sequence.sequence_id)
@@ -174,7 +175,16 @@ class KVAllocator:
                     ]
                     for group_id, table in enumerate(swapped.tables)
                 ]
-        return self.prefix_cache.match(sequence)
+        if self.host_tier is None:
+            return self.prefix_cache.match(sequence, self.pool.find)
+        matches = self.prefix_cache.match(sequence, self._find)
+        num_on_host = sum(block_id < 0 for match in matches for block_id in match)
+        if num_on_host:
+            cached = self.prefix_cache.match(sequence, self.pool.find)
+            num_gained = self.matched_len(sequence, matches) - self.matched_len(sequence, cached)
+            if not self.host_tier.prefers_load(num_on_host, num_gained):
+                return cached
+        return matches
 
     def matched_len(self, sequence: SequenceState, matches: Sequence[list[int]]) -> int:
         """Return how many positions of a sequence the matches of all groups hold."""
@@ -623,5 +633,12 @@ class KVAllocator:
 
 
 def _first_difference(own: list[int], taken: list[int], num_blocks: int) -> int:
-    """Return where the tables of two rows part; none of their blocks are the same behind that."""
-    return bisect_left(range(num_blocks), True, key=lambda idx: own[idx] != taken[idx])
+    """Return where the first blocks of two tables part; behind that some may be the same again.
+
+    Rows that came back may have copies of their own of what was not cached, and share what was behind it.
+    """
+    for begin in range(0, num_blocks, _COMPARED_BLOCKS):
+        end = min(begin + _COMPARED_BLOCKS, num_blocks)
+        if own[begin:end] != taken[begin:end]:
+            return next(idx for idx in range(begin, end) if own[idx] != taken[idx])
+    return num_blocks

@@ -1,16 +1,16 @@
 """What each kind of layer needs of the past: one manager per KV group.
 
-A manager says which cached blocks make a prefix for its layers, and how long a table is when a sequence
-begins to compute. It takes digests and lengths, gives tables and counts. Knows no sequence and takes no
-blocks: `KVAllocator` does, for all groups at once.
+A manager says which blocks that are found make a prefix for its layers, and how long a table is when a
+sequence begins to compute. It takes digests and lengths, gives tables and counts. Knows no sequence and takes
+no blocks: `KVAllocator` does, for all groups at once.
 """
 
 from collections.abc import Callable, Sequence
 
-from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow
+from asyncserve.kv_spec import NULL_BLOCK, FullAttention, KVGroup, RecurrentState, SlidingWindow
 
-NULL_BLOCK = 0
-"""Stands in a table where a sequence holds nothing."""
+Find = Callable[[bytes, int], int | None]
+"""Returns where the block of a digest in a group is, or None."""
 
 
 class FullAttentionManager:
@@ -19,12 +19,11 @@ class FullAttentionManager:
     Args:
         group_id: The group.
         spec: What its layers keep.
-        find: Returns where the block of a digest in a group is, or None.
         digest_len: Positions of one digest; a block has one or several.
         align_len: Matches are a multiple of it, which is one of the block's length.
     """
 
-    __slots__ = ("align_len", "block_len", "digests_per_block", "find", "group_id", "spec")
+    __slots__ = ("align_len", "block_len", "digests_per_block", "group_id", "spec")
 
     spec: FullAttention | RecurrentState
 
@@ -32,7 +31,6 @@ class FullAttentionManager:
         self,
         group_id: int,
         spec: FullAttention | RecurrentState,
-        find: Callable[[bytes, int], int | None],
         *,
         digest_len: int,
         align_len: int,
@@ -41,12 +39,11 @@ class FullAttentionManager:
         self.spec = spec
         self.block_len = spec.block_len
         self.digests_per_block = spec.block_len // digest_len
-        self.find = find
         self.align_len = align_len
 
-    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
+    def match(self, digests: Sequence[bytes], max_len: int, find: Find) -> list[int]:
         """Return the table of the longest cached prefix of at most `max_len` positions."""
-        find, group_id, step = self.find, self.group_id, self.digests_per_block
+        group_id, step = self.group_id, self.digests_per_block
         block_ids: list[int] = []
         for digest in digests[step - 1 : max_len // self.block_len * step : step]:
             block_id = find(digest, group_id)
@@ -78,9 +75,9 @@ class SlidingWindowManager(FullAttentionManager):
 
     spec: SlidingWindow
 
-    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
+    def match(self, digests: Sequence[bytes], max_len: int, find: Find) -> list[int]:
         """Return the table of the longest prefix of which the window's blocks are cached."""
-        find, group_id, step = self.find, self.group_id, self.digests_per_block
+        group_id, step = self.group_id, self.digests_per_block
         blocks_per_align = self.align_len // self.block_len
         num_blocks = max_len // self.align_len * blocks_per_align
         while num_blocks:
@@ -109,7 +106,7 @@ class RecurrentStateManager(FullAttentionManager):
 
     __slots__ = ()
 
-    def match(self, digests: Sequence[bytes], max_len: int) -> list[int]:
+    def match(self, digests: Sequence[bytes], max_len: int, find: Find) -> list[int]:
         """Return nothing: a state of the end of a prefix is overwritten by the next token's."""
         return []
 

@@ -13,28 +13,23 @@ Invariants (`check`):
 * used and cached blocks are counted for each group.
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asyncserve.errors import InvariantError
+from asyncserve.kv_spec import NULL_BLOCK
 from asyncserve.loop.cache_log import CacheLog
 
-
-class KVBlock:
-    """One block of the pool. `previous` and `next` link the free list while `ref_count` is 0."""
-
-    __slots__ = ("block_id", "digest", "group_id", "next", "previous", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.group_id = 0
-        self.digest: bytes | None = None
-        self.previous: KVBlock = self
-        self.next: KVBlock = self
+_RING = NULL_BLOCK
+"""The null block closes the ring of free blocks: its next is evicted first, its previous last."""
 
 
 class KVBlockPool:
-    """Gives out and takes back the blocks that all groups share."""
+    """Gives out and takes back the blocks that all groups share.
+
+    What is known of a block stands in arrays by its id, not in an object of its own: a large pool has
+    millions, and is made anew, on the loop's thread, when a device was lost.
+    """
 
     def __init__(
         self,
@@ -53,21 +48,24 @@ class KVBlockPool:
             raise InvariantError(f"a pool of {num_blocks} blocks has none to give out")
         self._note_evicted = note_evicted
         self._cache_log = cache_log
-        self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
-        # The null block closes the ring: its `next` is evicted first, its `previous` last.
-        self._ring = self._blocks[0]
-        self._index: tuple[dict[bytes, KVBlock], ...] = tuple({} for _ in range(num_groups))
-        self._num_free = 0
+        self._num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._group_ids = array("H", [0]) * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks
+        # Links of the free list, of no meaning while a block is held.
+        ids = list(range(num_blocks))
+        self._next = ids[1:] + ids[:1]
+        self._previous = ids[-1:] + ids[:-1]
+        self._index: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
+        self._num_free = num_blocks - 1
         self._num_used = [0] * num_groups
         self._num_cached = [0] * num_groups
         self._num_saved = 0
-        for block in self._blocks[1:]:
-            self._link_last(block)
 
     @property
     def num_usable(self) -> int:
         """Blocks that can be given out at all."""
-        return len(self._blocks) - 1
+        return self._num_blocks - 1
 
     @property
     def num_free(self) -> int:
@@ -96,57 +94,60 @@ class KVBlockPool:
         """Give out blocks in eviction order, each held once; their old content is forgotten."""
         if num_blocks > self._num_free:
             raise InvariantError(f"{num_blocks} blocks asked of a pool with {self._num_free} free")
-        ring = self._ring
         block_ids = []
-        # One for every so many tokens of each stream: links are made here, not by calls.
+        digests, group_ids, ref_counts = self._digests, self._group_ids, self._ref_counts
+        following, previous = self._next, self._previous
         for _ in range(num_blocks):
-            block = ring.next
-            following = ring.next = block.next
-            following.previous = ring
-            if block.digest is not None:
-                self._num_cached[block.group_id] -= 1
+            block_id = following[_RING]
+            after = following[_RING] = following[block_id]
+            previous[after] = _RING
+            digest = digests[block_id]
+            if digest is not None:
+                self._num_cached[group_ids[block_id]] -= 1
                 if self._note_evicted is not None:
-                    self._note_evicted(block.block_id, block.digest, block.group_id)
-                self._forget(block, block.digest)
-            block.ref_count = 1
-            block.group_id = group_id
-            block_ids.append(block.block_id)
+                    self._note_evicted(block_id, digest, group_ids[block_id])
+                self._forget(block_id, digest)
+            ref_counts[block_id] = 1
+            group_ids[block_id] = group_id
+            block_ids.append(block_id)
         self._num_free -= num_blocks
         self._num_used[group_id] += num_blocks
         return block_ids
 
     def find(self, digest: bytes, group_id: int) -> int | None:
         """Return the block with this content in a group, held or free, or None."""
-        block = self._index[group_id].get(digest)
-        return None if block is None else block.block_id
+        return self._index[group_id].get(digest)
 
     def group_of(self, block_id: int) -> int:
         """Return the group that the block serves, or served last."""
-        return self._blocks[block_id].group_id
+        return self._group_ids[block_id]
 
     def is_free(self, block_id: int) -> bool:
         """Return whether nobody holds the block."""
-        return self._blocks[block_id].ref_count == 0
+        return self._ref_counts[block_id] == 0
 
     def is_shared(self, block_id: int) -> bool:
         """Return whether the block is held more than once."""
-        return self._blocks[block_id].ref_count > 1
+        return self._ref_counts[block_id] > 1
+
+    def is_cached(self, block_id: int) -> bool:
+        """Return whether the block's content can be found."""
+        return self._digests[block_id] is not None
 
     def acquire(self, block_id: int) -> None:
         """Hold a block once more, for its content."""
-        block = self._blocks[block_id]
-        if block.ref_count == 0:
-            self._unlink(block)
-            self._num_used[block.group_id] += 1
+        if self._ref_counts[block_id] == 0:
+            self._unlink(block_id)
+            self._num_used[self._group_ids[block_id]] += 1
         else:
             self._num_saved += 1
-        block.ref_count += 1
+        self._ref_counts[block_id] += 1
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Hold blocks, each held by somebody already, once more."""
-        blocks = self._blocks
+        ref_counts = self._ref_counts
         for block_id in block_ids:
-            blocks[block_id].ref_count += 1
+            ref_counts[block_id] += 1
         self._num_saved += len(block_ids)
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -157,33 +158,33 @@ class KVBlockPool:
         """
         if not block_ids:
             return
-        blocks, ring = self._blocks, self._ring
-        group_id = blocks[block_ids[0]].group_id
-        last = ring.previous
+        ref_counts, digests = self._ref_counts, self._digests
+        following, previous = self._next, self._previous
+        group_id = self._group_ids[block_ids[0]]
+        last = previous[_RING]
         num_freed = num_cached = 0
         # Sequences that end together have thousands of blocks: links are made here, not by calls.
         for block_id in reversed(block_ids):
-            block = blocks[block_id]
-            ref_count = block.ref_count
+            ref_count = ref_counts[block_id]
             if ref_count <= 0:
-                ring.previous, last.next = last, ring
+                previous[_RING], following[last] = last, _RING
                 raise InvariantError(f"block {block_id} is released and nobody holds it")
-            block.ref_count = ref_count - 1
+            ref_counts[block_id] = ref_count - 1
             if ref_count > 1:
                 self._num_saved -= 1
                 continue
             num_freed += 1
-            if block.digest is not None:
-                block.previous = last
-                last.next = block
-                last = block
+            if digests[block_id] is not None:
+                previous[block_id] = last
+                following[last] = block_id
+                last = block_id
                 num_cached += 1
             else:
-                if last is ring:
-                    last = block
-                self._link_first(block)
-        last.next = ring
-        ring.previous = last
+                if last == _RING:
+                    last = block_id
+                self._link(block_id, _RING, following[_RING])
+        following[last] = _RING
+        previous[_RING] = last
         self._num_free += num_cached
         self._num_used[group_id] -= num_freed
         self._num_cached[group_id] += num_cached
@@ -194,21 +195,21 @@ class KVBlockPool:
         Returns:
             Whether it is found from now on, and no block of that content was before.
         """
-        block = self._blocks[block_id]
-        if block.ref_count == 0:
+        if self._ref_counts[block_id] == 0:
             raise InvariantError(f"block {block_id} is registered and nobody holds it")
-        if block.digest is None and self._index[block.group_id].setdefault(digest, block) is block:
-            block.digest = digest
+        index = self._index[self._group_ids[block_id]]
+        if self._digests[block_id] is None and index.setdefault(digest, block_id) == block_id:
+            self._digests[block_id] = digest
             return True
         return False
 
     def unregister(self, block_id: int) -> None:
         """Forget the content of a block: it is not what its digest says."""
-        block = self._blocks[block_id]
-        if block.digest is not None:
-            self._forget(block, block.digest)
-            if block.ref_count == 0:
-                self._num_cached[block.group_id] -= 1
+        digest = self._digests[block_id]
+        if digest is not None:
+            self._forget(block_id, digest)
+            if self._ref_counts[block_id] == 0:
+                self._num_cached[self._group_ids[block_id]] -= 1
 
     def check(self, held_by_tables: Iterable[Sequence[int]]) -> None:
         """Verify the invariants against the block tables of everyone who holds blocks.
@@ -221,23 +222,26 @@ class KVBlockPool:
             for block_id in table:
                 expected[block_id] = expected.get(block_id, 0) + 1
         self._check_blocks(expected)
-        free: list[KVBlock] = []
-        block = self._ring.next
-        while block is not self._ring:
-            if block.next.previous is not block or len(free) > len(self._blocks):
-                raise InvariantError(f"free list is broken at block {block.block_id}")
-            free.append(block)
-            block = block.next
+        free: list[int] = []
+        block_id = self._next[_RING]
+        while block_id != _RING:
+            if self._previous[self._next[block_id]] != block_id or len(free) > self._num_blocks:
+                raise InvariantError(f"free list is broken at block {block_id}")
+            free.append(block_id)
+            block_id = self._next[block_id]
         if len(free) != self._num_free:
             raise InvariantError(f"free list holds {len(free)} blocks, {self._num_free} were counted")
-        if any(block.ref_count for block in free):
+        if any(self._ref_counts[block_id] for block_id in free):
             raise InvariantError("the free list holds a block that somebody holds")
         for group_id, num_counted in enumerate(self._num_cached):
-            num_cached = sum(block.digest is not None and block.group_id == group_id for block in free)
+            num_cached = sum(
+                self._digests[block_id] is not None and self._group_ids[block_id] == group_id
+                for block_id in free
+            )
             if num_cached != num_counted:
                 raise InvariantError(f"{num_cached} free blocks are cached, {num_counted} were counted")
         for group_id, num_counted in enumerate(self._num_used):
-            num_used = sum(self._blocks[block_id].group_id == group_id for block_id in expected)
+            num_used = sum(self._group_ids[block_id] == group_id for block_id in expected)
             if num_used != num_counted:
                 raise InvariantError(
                     f"{num_used} blocks are held for group {group_id}, {num_counted} were counted"
@@ -249,46 +253,41 @@ class KVBlockPool:
             raise InvariantError(f"{len(free)} free + {len(expected)} held blocks of {self.num_usable}")
 
     def _check_blocks(self, expected: Mapping[int, int]) -> None:
-        if 0 in expected:
+        if NULL_BLOCK in expected:
             raise InvariantError("a block table holds the null block")
         num_registered = 0
-        for block in self._blocks:
-            if block.ref_count != expected.get(block.block_id, 0):
+        for block_id, (ref_count, digest) in enumerate(zip(self._ref_counts, self._digests, strict=True)):
+            if ref_count != expected.get(block_id, 0):
                 raise InvariantError(
-                    f"block {block.block_id} has {block.ref_count} references, tables hold"
-                    f" {expected.get(block.block_id, 0)}"
+                    f"block {block_id} has {ref_count} references, tables hold {expected.get(block_id, 0)}"
                 )
-            if block.digest is not None:
+            if digest is not None:
                 num_registered += 1
-                if self._index[block.group_id].get(block.digest) is not block:
-                    raise InvariantError(f"the index does not lead to block {block.block_id}")
+                if self._index[self._group_ids[block_id]].get(digest) != block_id:
+                    raise InvariantError(f"the index does not lead to block {block_id}")
         num_entries = sum(map(len, self._index))
         if num_registered != num_entries:
             raise InvariantError(f"{num_entries} index entries for {num_registered} registered blocks")
 
-    def _forget(self, block: KVBlock, digest: bytes) -> None:
+    def _forget(self, block_id: int, digest: bytes) -> None:
         """Take a block's digest from it and from the index."""
-        del self._index[block.group_id][digest]
-        block.digest = None
+        group_id = self._group_ids[block_id]
+        del self._index[group_id][digest]
+        self._digests[block_id] = None
         if self._cache_log is not None:
-            self._cache_log.removed(block.group_id, digest)
+            self._cache_log.removed(group_id, digest)
 
-    def _link_last(self, block: KVBlock) -> None:
-        self._link(block, self._ring.previous, self._ring)
-
-    def _link_first(self, block: KVBlock) -> None:
-        self._link(block, self._ring, self._ring.next)
-
-    def _link(self, block: KVBlock, previous: KVBlock, following: KVBlock) -> None:
-        block.previous, block.next = previous, following
-        previous.next = following.previous = block
+    def _link(self, block_id: int, previous: int, following: int) -> None:
+        self._previous[block_id], self._next[block_id] = previous, following
+        self._next[previous] = self._previous[following] = block_id
         self._num_free += 1
-        if block.digest is not None:
-            self._num_cached[block.group_id] += 1
+        if self._digests[block_id] is not None:
+            self._num_cached[self._group_ids[block_id]] += 1
 
-    def _unlink(self, block: KVBlock) -> None:
-        block.previous.next = block.next
-        block.next.previous = block.previous
+    def _unlink(self, block_id: int) -> None:
+        previous, following = self._previous[block_id], self._next[block_id]
+        self._next[previous] = following
+        self._previous[following] = previous
         self._num_free -= 1
-        if block.digest is not None:
-            self._num_cached[block.group_id] -= 1
+        if self._digests[block_id] is not None:
+            self._num_cached[self._group_ids[block_id]] -= 1

@@ -31,7 +31,8 @@ class StepInFlight:
     """A plan not yet applied: the states in the order of `plan.sequences`, and those of them that sample.
 
     Of the latter the first `num_decodes` have had tokens before. `is_trial`: it holds suspects and nobody
-    else. `searches`: Beam searches whose rows sample.
+    else. `searches`: Beam searches whose rows sample. `entered`: Rows of searches that entered slots with the
+    plan, which may compute nothing in it.
     """
 
     plan: StepPlan
@@ -40,6 +41,7 @@ class StepInFlight:
     num_decodes: int
     is_trial: bool
     searches: list[BeamRows]
+    entered: list[SequenceState]
 
 
 class LiveSequences:
@@ -60,7 +62,7 @@ class LiveSequences:
         decoding: Running ones whose whole prompt is planned, sorted by order.
         prefilling: Running ones with more than that to compute, sorted by order.
         searches: Running beam searches, sorted by the order of their first rows.
-        beams: The search of every live row.
+        beams: The search of every row that is live or holds a slot.
         free_slots: Slots that nobody holds.
         slot_holders: By slot.
         released_slots: Slots that have become free since the last plan.
@@ -113,7 +115,8 @@ class LiveSequences:
 
     def rows_of(self, sequence: SequenceState) -> list[SequenceState]:
         """Return all rows of a sequence's beam search, or the sequence."""
-        return sequence.rows or [sequence]
+        beams = self.beams.get(sequence)
+        return [sequence] if beams is None else beams.rows
 
     def representative(self, sequence: SequenceState) -> SequenceState:
         """Return the row that stands for a sequence's beam search, or the sequence."""
@@ -168,7 +171,8 @@ class LiveSequences:
     def end(self, sequence: SequenceState) -> None:
         """Mark a live sequence as ended; its lists, slot and blocks are the caller's to see to."""
         del self.sequences[sequence.sequence_id]
-        self.beams.pop(sequence, None)
+        if sequence.slot < 0:
+            self.beams.pop(sequence, None)
         sequence.leave_family()
         sequence.note_end()
         self.paused.discard(sequence.sequence_id)
@@ -247,12 +251,11 @@ class LiveSequences:
 
     def release_unmentioned(self, entry: StepInFlight) -> None:
         """Take back what is held by those that ran in a step and do no longer, as far as that may be now."""
-        for sequence in entry.states:
+        # With one row of a search all were set back, and some may be in no step.
+        searches = dict.fromkeys(map(self.beams.get, entry.states))
+        rows = [row for beams in searches if beams is not None for row in beams.rows]
+        for sequence in (*entry.states, *rows, *entry.entered):
             self.release_if_unmentioned(sequence)
-        for sequence in entry.states:
-            # Rows that enter slots with a search may be in none of its steps.
-            for row in self.rows_of(sequence):
-                self.release_if_unmentioned(row)
 
     def release_if_unmentioned(self, sequence: SequenceState) -> None:
         """Take back slot and blocks of a sequence that no longer runs, once no step in flight mentions it."""
@@ -275,6 +278,8 @@ class LiveSequences:
         sequence.slot = -1
         if status is SequenceStatus.PREEMPTED:
             self.wait_again(sequence)
+        else:
+            self.beams.pop(sequence, None)
 
     def wait_again(self, sequence: SequenceState) -> None:
         """Let a sequence that has given up all it held wait for its turn, or, paused, rest."""
@@ -305,9 +310,11 @@ class LiveSequences:
         num_replayed = 0
         for sequence in holders:
             sequence.slot = -1
-            if sequence.status is not SequenceStatus.ENDED:
-                num_replayed += 1
-                self.wait_again(sequence)
+            if sequence.status is SequenceStatus.ENDED:
+                self.beams.pop(sequence, None)
+                continue
+            num_replayed += 1
+            self.wait_again(sequence)
         return num_replayed
 
     def fill_statistics(self, statistics: EngineStatistics) -> None:

@@ -33,6 +33,7 @@ class PlanDraft:
         branches: By the sequence they branch off from, which is among the prefills.
         copies: Of blocks that branches begin with.
         searches: Beam searches that sample.
+        entered: Rows of searches that enter slots.
         beam_rows: Rows of them that have sampled before.
     """
 
@@ -50,6 +51,7 @@ class PlanDraft:
         "decode_slots",
         "decode_starts",
         "decodes",
+        "entered",
         "prefills",
         "searches",
         "step_id",
@@ -72,6 +74,7 @@ class PlanDraft:
         self.copies: list[BlockCopy] = []
         self.searches: list[BeamRows] = []
         self.beam_rows: list[SequenceState] = []
+        self.entered: list[SequenceState] = []
         self._admitted: list[SlotAssignment] = []
         self._appends: list[BlockAppend] = []
 
@@ -207,5 +210,7 @@ class PlanDraft:
             block_loads=block_loads,
             block_copies=tuple(self.copies),
         )
-        live.put_in_flight(StepInFlight(plan, states, sampling, num_decodes, is_trial, self.searches))
+        live.put_in_flight(
+            StepInFlight(plan, states, sampling, num_decodes, is_trial, self.searches, self.entered)
+        )
         return plan

@@ -8,9 +8,9 @@ given out: that is the pool's; nor what a prefix must consist of: that is the ma
 
 from collections.abc import Iterable, Sequence
 
-from asyncserve.kv_spec import SlidingWindow
+from asyncserve.kv_spec import NULL_BLOCK, SlidingWindow
 from asyncserve.loop.cache_log import CacheLog
-from asyncserve.loop.kv_managers import NULL_BLOCK, FullAttentionManager
+from asyncserve.loop.kv_managers import Find, FullAttentionManager
 from asyncserve.loop.kv_pool import KVBlockPool
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
@@ -96,8 +96,8 @@ class PrefixCache:
                 return False
         return True
 
-    def match(self, sequence: SequenceState) -> list[list[int]]:
-        """Return, per group, the table of the longest prefix that is cached in all of them.
+    def match(self, sequence: SequenceState, find: Find) -> list[list[int]]:
+        """Return, per group, the table of the longest prefix that is found in all of them.
 
         Null blocks stand in it for those that are not needed, negative numbers for blocks on the host. All
         groups' matches are equally long, counted in positions.
@@ -106,7 +106,7 @@ class PrefixCache:
         matches: list[list[int]] = [[] for _ in self._managers]
         if max_blocks == 0:
             return matches
-        max_len = self._hash_while_found(sequence, max_blocks) * self.block_len
+        max_len = self._hash_while_found(sequence, max_blocks, find) * self.block_len
         # A group that finds less shortens the hit for all; until none does. Full attention comes first to
         # its end: each prefix of a match is one. That of a window may be none, so it looks again.
         is_shorter = True
@@ -115,13 +115,13 @@ class PrefixCache:
             for manager in self._managers:
                 match = matches[manager.group_id]
                 if len(match) * manager.block_len != max_len:
-                    match = matches[manager.group_id] = manager.match(sequence.block_digests, max_len)
+                    match = matches[manager.group_id] = manager.match(sequence.block_digests, max_len, find)
                 if len(match) * manager.block_len < max_len:
                     max_len = len(match) * manager.block_len
                     is_shorter = True
         return matches
 
-    def _hash_while_found(self, sequence: SequenceState, max_blocks: int) -> int:
+    def _hash_while_found(self, sequence: SequenceState, max_blocks: int, find: Find) -> int:
         """Compute the digests that `match` may need, and return of how many blocks.
 
         Behind a block that full attention lacks there is no match: of a long prompt that nobody has asked
@@ -137,7 +137,7 @@ class PrefixCache:
         while num_blocks < max_blocks:
             self.hash_blocks(sequence, num_blocks)
             hashed_len = num_blocks * self.block_len
-            if len(manager.match(sequence.block_digests, hashed_len)) * manager.block_len < hashed_len:
+            if len(manager.match(sequence.block_digests, hashed_len, find)) * manager.block_len < hashed_len:
                 return num_blocks
             num_blocks *= 2
         self.hash_blocks(sequence, max_blocks)

@@ -168,7 +168,6 @@ class Scheduler:
                 beams = BeamRows(sequence)
             else:
                 beams.rows.append(sequence)
-            sequence.rows = beams.rows
             live.beams[sequence] = beams
         elif leader is not None and leader.last_step_id < 0 and leader.status is SequenceStatus.WAITING:
             sequence.follow(leader)

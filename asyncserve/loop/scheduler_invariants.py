@@ -131,7 +131,9 @@ def _check_searches(live: LiveSequences) -> None:
         live.searches == sorted(live.searches, key=lambda beams: beams.first.order),
         "searches stand in order",
     )
-    _require(set(live.beams) <= set(live.sequences.values()), "rows of searches live")
+    _require(
+        set(live.beams) <= {*live.sequences.values(), *live.holders}, "rows of searches live or hold slots"
+    )
     for row, beams in live.beams.items():
         _require(row in beams.rows, "a row is one of its search")
         _require(

@@ -5,7 +5,7 @@ for all of them; what rows have to compute before is shared out as prompts are. 
 asked when (`step_planner`) nor what a search has found (`beam_search`).
 """
 
-from bisect import insort
+from bisect import bisect_right, insort
 
 from asyncserve.loop.beams import BeamRows
 from asyncserve.loop.live_sequences import LiveSequences
@@ -24,15 +24,34 @@ class SearchPlanner:
     def __init__(self, live: LiveSequences) -> None:
         self._live = live
         self._next_search_id = 0
+        self._last_turn = (0, 0)  # order of the last that sampled when not all could
 
-    def sample(self, draft: PlanDraft, beams: BeamRows) -> None:
-        """Let all rows of a search sample that is ready, if there is room for that."""
+    def sample_ready(self, draft: PlanDraft) -> None:
+        """Let the searches sample that are ready, in turn where a step does not hold all of them."""
+        ready = [beams for beams in self._live.searches if beams.is_ready]
+        if sum(len(beams.computing_rows) for beams in ready) <= draft.budget_left:
+            for beams in ready:
+                self._sample(draft, beams)
+            return
+        turn = bisect_right(ready, self._last_turn, key=lambda beams: beams.first.order)
+        for beams in ready[turn:] + ready[:turn]:
+            if self._has_budget(draft, beams):
+                self._sample(draft, beams)
+                self._last_turn = beams.first.order
+            elif not beams.first.is_planned_to_its_end:
+                break  # narrower ones do not pass it
+
+    def _has_budget(self, draft: PlanDraft, beams: BeamRows) -> bool:
+        """Return whether a step holds all rows of a search; kept small, it goes beyond that for one alone."""
+        return len(beams.computing_rows) <= draft.budget_left or draft.is_empty
+
+    def _sample(self, draft: PlanDraft, beams: BeamRows) -> None:
+        """Let all rows of a search sample that is ready, if it runs still and there is room for that."""
         live = self._live
         rows = beams.computing_rows
         first, others = beams.first, beams.rows[1:]
         begins, start = beams.begins, first.num_computed_tokens
-        # Where steps are kept small it goes beyond that, alone: rows cannot take turns.
-        if start + 1 >= first.max_len or (len(rows) > draft.budget_left and not draft.is_empty):
+        if first.status is not SequenceStatus.RUNNING or start + 1 >= first.max_len:
             return
         if beams.has_sampled:
             lacking = [row for row in rows if start >= row.block_table.covered_len]
@@ -51,13 +70,18 @@ class SearchPlanner:
                 first, len(others) * live.allocator.fork_cost(len(first.token_ids))
             ):
                 return
+            given = []
             for row in rows:
                 if row in planned:
                     continue
                 new_ids = live.allocator.advance(row)
                 if new_ids is None:
-                    live.preempt(first)  # what other rows were given is not lost with the draft
+                    # All give back what they hold; of what others were given just now the device is not told,
+                    # for their slots may be another's in this very plan.
+                    live.preempt(first)
                     return
+                given.append((row, new_ids))
+            for row, new_ids in given:
                 draft.append_blocks(row, new_ids)
         for row in beams.rows:
             row.last_step_id = draft.step_id
@@ -95,6 +119,7 @@ class SearchPlanner:
             return False
         self._next_search_id += 1
         insort(live.searches, beams, key=lambda each: each.first.order)
+        draft.entered += beams.rows
         for row in beams.rows:
             is_branch = row not in rows
             if not is_branch:
@@ -106,8 +131,8 @@ class SearchPlanner:
                 insort(live.prefilling, row, key=by_order)
                 if draft.budget_left > 0:
                     draft.take_chunk(row, draft.prompt_chunk(row, draft.num_wanted(row), others_want=True))
-        if beams.is_ready:
-            self.sample(draft, beams)
+        if beams.is_ready and self._has_budget(draft, beams):
+            self._sample(draft, beams)
         return True
 
     def retry(self, draft: PlanDraft, beams: BeamRows) -> bool:
@@ -125,6 +150,6 @@ class SearchPlanner:
                     return False
                 num_tokens = draft.prompt_chunk(row, draft.num_wanted(row), others_want=False)
                 draft.take_chunk(row, num_tokens)
-        if beams.is_ready and beams not in draft.searches:
-            self.sample(draft, beams)
+        if beams.is_ready and beams not in draft.searches and self._has_budget(draft, beams):
+            self._sample(draft, beams)
         return True

@@ -71,7 +71,7 @@ class SequenceState:
         prompt_logprobs: Entries gathered so far, or None if not wanted or already delivered.
         leader: A sequence of the same prompt that is to compute it for both; this one waits meanwhile, passed
         over by admission. None if it computes its own. followers: Those whose leader it is, in order; there
-        are none once a plan ends its prompt. rows: All rows of its beam search, if it is one.
+        are none once a plan ends its prompt.
     """
 
     __slots__ = (
@@ -92,7 +92,6 @@ class SequenceState:
         "plain_until",
         "prompt_len",
         "prompt_logprobs",
-        "rows",
         "sequence_id",
         "slot",
         "status",
@@ -132,7 +131,6 @@ class SequenceState:
         self.trial_len = 0
         self.leader: SequenceState | None = None
         self.followers: list[SequenceState] = []
-        self.rows: list[SequenceState] = []
         self.reset(num_groups)
 
     def reset(self, num_groups: int) -> None:

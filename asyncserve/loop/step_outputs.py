@@ -82,9 +82,8 @@ def apply_output(live: LiveSequences, entry: StepInFlight, output: StepOutput, n
     if len(live.sequences) != num_live:
         live.drop_ended()
     if live.num_releasing:
-        rows = [row for sequence in entry.states for row in sequence.rows or ()]
         live.releasable += [
-            each for each in (*entry.states, *rows) if each.status is not SequenceStatus.RUNNING
+            each for each in (*entry.states, *entry.entered) if each.status is not SequenceStatus.RUNNING
         ]
         live.release_some()
     live.allocator.note_step(entry.plan, entry.num_decodes, output.device_s)
@@ -153,7 +152,7 @@ def _apply_search(
     if not beams.search.is_done:
         return
     for row, result in zip(beams.rows, beams.results(), strict=True):
-        if result is None:
+        if beams.search.has_found_nothing:
             deltas.append(live.end_with_error(row, _nothing_allowed(row)))
             continue
         row.timeline.first_token_s = row.timeline.last_token_s = now_s

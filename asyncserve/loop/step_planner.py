@@ -56,6 +56,7 @@ class StepPlanner:
         self._num_spare_blocks = num_spare_blocks
         self._search_planner = SearchPlanner(live)
         self._last_turn = (0, 0)  # order of the last that got its token when not all could
+        self._searches_went_first = False
 
     def plan(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do now.
@@ -82,10 +83,12 @@ class StepPlanner:
                 live.preempt(live.last_in_order())
             if has_room:
                 return draft.submit(is_trial=True)
-        for beams in live.searches[:]:
-            if beams.first.status is SequenceStatus.RUNNING and beams.is_ready:
-                self._search_planner.sample(draft, beams)
+        searches_go_first = self._searches_go_first(draft)
+        if searches_go_first:
+            self._search_planner.sample_ready(draft)
         self._plan_decodes(draft)
+        if not searches_go_first:
+            self._search_planner.sample_ready(draft)
         if draft.budget_left > 0:
             self._plan_prefills(draft)
         if draft.is_empty:
@@ -95,7 +98,14 @@ class StepPlanner:
                     f" {len(live.prefilling)} prefill, no step is in flight, and none can be planned"
                 )
             return None
+        self._searches_went_first = searches_go_first
         return draft.submit()
+
+    def _searches_go_first(self, draft: PlanDraft) -> bool:
+        """Return whether searches choose before decode steps; every other time, where not all fit a step."""
+        live = self._live
+        num_rows = sum(beams.width for beams in live.searches)
+        return num_rows + len(live.decoding) <= draft.budget_left or not self._searches_went_first
 
     def _plan_trial(self, draft: PlanDraft) -> bool:
         """Plan for the suspects whose turn it is what a step takes; return whether there is room for any.

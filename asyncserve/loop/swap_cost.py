@@ -1,4 +1,4 @@
-"""Whether a preempted sequence comes back cheaper from the host's memory or by being computed again.
+"""Whether tokens come back cheaper from the host's memory or by being computed again.
 
 Compares two measured times: what its blocks take to the host and back, as the device found at its start, and
 what its tokens take, as the steps that computed prompts have shown. Pure; no clock.
@@ -20,6 +20,11 @@ class SwapCost:
         self._num_tokens = 0.0
         self._took_s = 0.0
 
+    @property
+    def transfer_s(self) -> float:
+        """Seconds that a block takes one way."""
+        return self._block_s / 2
+
     def note_step(self, num_tokens: int, num_decodes: int, device_s: float) -> None:
         """Note what a step took, if most of it was prompts; large steps count for more.
 
@@ -38,6 +43,14 @@ class SwapCost:
 
         Before a step has told what a token takes: yes.
         """
-        if not self._num_tokens:
-            return True
-        return num_blocks * self._block_s * self._num_tokens < num_tokens * self._took_s
+        return self._is_cheaper(num_blocks * self._block_s, num_tokens)
+
+    def prefers_load(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return whether loading so many blocks, which are there, takes less than computing so many tokens.
+
+        Before a step has told what a token takes: yes.
+        """
+        return self._is_cheaper(num_blocks * self.transfer_s, num_tokens)
+
+    def _is_cheaper(self, moving_s: float, num_tokens: int) -> bool:
+        return not self._num_tokens or moving_s * self._num_tokens < num_tokens * self._took_s

@@ -228,7 +228,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "request_success_total",
         "sequences",
-        "Sequences ended, by reason: stop, length, abort (the client left, or its time was over) or error.",
+        "Sequences ended, by reason: stop, length, abort (the client left, or its time was over), error or"
+        " missing (a beam search found fewer texts than it has rows).",
         Source.OBSERVER,
         ("finished_reason",),
     ),

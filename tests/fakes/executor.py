@@ -8,6 +8,7 @@ Without `check_plans` a token costs about a third of a microsecond, for throughp
 """
 
 import asyncio
+import math
 import zlib
 from array import array
 from collections import deque
@@ -86,7 +87,12 @@ def fake_logprobs(token_id: int, num_top: int, vocab_size: int) -> TokenLogprobs
 
 
 def fake_candidates(
-    rows: Sequence[tuple[int, float]], num_stop_tokens: int, vocab_size: int, *, is_lost: bool = False
+    rows: Sequence[tuple[int, float]],
+    num_stop_tokens: int,
+    vocab_size: int,
+    *,
+    allowed_token_ids: Sequence[int] | None = None,
+    is_lost: bool = False,
 ) -> list[BeamCandidate]:
     """Return the best candidates of a beam search.
 
@@ -94,11 +100,16 @@ def fake_candidates(
         rows: Of each the CRC of all its tokens, and its score.
         num_stop_tokens: How many tokens end a row.
         vocab_size: Tokens.
+        allowed_token_ids: Nothing else has a probability; None: all have.
         is_lost: Give others, as a device would that has computed nonsense.
     """
     candidates = [
         BeamCandidate(
-            parent, token_id, score - (zlib.crc32(bytes((token_id % 256, is_lost)), digest) % 9973 + 1) / 64
+            parent,
+            token_id,
+            score - (zlib.crc32(bytes((token_id % 256, is_lost)), digest) % 9973 + 1) / 64
+            if allowed_token_ids is None or token_id in allowed_token_ids
+            else -math.inf,
         )
         for parent, (digest, score) in enumerate(rows)
         for token_id in range(vocab_size)
@@ -385,7 +396,11 @@ class FakeRunner:
         stops = rows[0].assignment.stop_token_ids
         is_lost = any(row.is_lost for row in rows)
         candidates = fake_candidates(
-            [(row.digest, row.score) for row in rows], len(stops), self.info.vocab_size, is_lost=is_lost
+            [(row.digest, row.score) for row in rows],
+            len(stops),
+            self.info.vocab_size,
+            allowed_token_ids=rows[0].assignment.sampling.allowed_token_ids,
+            is_lost=is_lost,
         )
         survivors = [each for each in candidates if each.token_id not in stops][: len(rows)]
         before = [(row.token_ids[:], row.digest, [table[:] for table in row.tables]) for row in rows]

@@ -12,7 +12,14 @@ from asyncserve.gpu.attention.reference import ReferenceAttention
 from asyncserve.gpu.device import open_device
 from asyncserve.gpu.executor import ThreadExecutor
 from asyncserve.gpu.runner import ModelRunner
-from asyncserve.gpu.startup import group_layers, profile, run_dummy_rows, start_runner
+from asyncserve.gpu.startup import (
+    ASKS_MOST,
+    SEARCHES,
+    group_layers,
+    profile,
+    run_dummy_rows,
+    start_runner,
+)
 from asyncserve.kv_spec import KVGroup
 from asyncserve.request import SamplingParams
 from asyncserve.step import ExecutorInfo
@@ -157,13 +164,17 @@ def test_no_mix_of_rows_takes_more_memory_than_the_profile_found() -> None:
     sized = tuple(dataclasses.replace(group, num_blocks=2) for group in groups)
     runner = make_runner(sized, longest + 1)
     device.reset_peak()
-    for rows in (
-        [(longest - 1, 1)] + [(1023, 1)] * 127,
-        [(256 * slot, 1) for slot in range(1, 128)],
-        [(3000, 1)] * 60 + [(longest - 1500, 1500)] + [(20000, 300)],
-        [(0, 2048)],
+    plain = SamplingParams(temperature=1.0, top_p=0.9)
+    for rows, sampling, widths in (
+        ([(longest - 1, 1)] + [(1023, 1)] * 127, plain, ()),
+        ([(256 * slot, 1) for slot in range(1, 128)], plain, ()),
+        ([(3000, 1)] * 60 + [(longest - 1500, 1500)] + [(20000, 300)], plain, ()),
+        ([(0, 2048)], plain, ()),
+        ([(3000, 1)] * 128, ASKS_MOST, ()),
+        ([(3000, 1)] * 128, SEARCHES, (100, 4, 4, 20)),
+        ([(3000, 1)] * 128, SEARCHES, (2,) * 64),
     ):
-        run_dummy_rows(runner, rows, sampling=SamplingParams(temperature=1.0, top_p=0.9))
+        run_dummy_rows(runner, rows, sampling=sampling, widths=widths)
     device.synchronize()
     taken = device.peak_bytes() - before_bytes - 2 * sum(group.bytes_per_block for group in groups)
     assert 0 < taken <= found

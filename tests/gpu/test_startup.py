@@ -15,24 +15,28 @@ from asyncserve.errors import CheckpointError, ConfigError, OutOfDeviceMemory, U
 from asyncserve.gpu.completion import PendingOutput
 from asyncserve.gpu.device import CpuDevice, MemoryInfo
 from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.gpu.models.registry import MODELS, load_model_class
 from asyncserve.gpu.runner import ModelRunner
 from asyncserve.gpu.startup import (
+    ASKS_MOST,
+    SEARCHES,
     choose_dtype,
-    context_len,
     fit_model_len,
     group_layers,
     host_blocks_for,
     profile,
+    run_dummy_rows,
     size_pool,
     start_runner,
 )
 from asyncserve.kv_spec import FullAttention, KVGroup, RecurrentState, SlidingWindow
-from asyncserve.step import StepPlan
+from asyncserve.step import SlotAssignment, StepPlan
 from tests.architecture.sources import ROOT
 from tests.fakes.attention_model import AttentionModel, small_runner
 from tests.fakes.device import FakeDevice
 from tests.fakes.plan_driver import PlanDriver
 from tests.fakes.tiny_model import tiny_llama_config, tiny_llama_folder
+from tests.gpu.tiny_runners import Subject, expected, generate_alone, start_subject, subjects
 
 MIB = 2**20
 SPEC = FullAttention(block_len=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
@@ -277,13 +281,15 @@ def test_default_context_is_cut_to_the_pool_and_an_asked_one_is_not() -> None:
     ],
 )
 def test_context_length_is_what_the_configuration_means(config: dict[str, Any], expected: int) -> None:
-    assert context_len(config) == expected
+    architecture = "Gemma3ForCausalLM" if "model_type" in config else "LlamaForCausalLM"
+    assert load_model_class(architecture).context_len(config) == expected
 
 
+@pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("stated", [-5, 0, 1, "long", 2.5])
-def test_an_impossible_context_length_is_named(stated: object) -> None:
+def test_an_impossible_context_length_is_named(stated: object, architecture: str) -> None:
     with pytest.raises(CheckpointError, match="max_position_embeddings"):
-        context_len({"max_position_embeddings": stated})
+        load_model_class(architecture).context_len({"max_position_embeddings": stated})
 
 
 def test_dtype_is_the_checkpoints_on_a_gpu_and_what_the_processor_does_well_on_a_cpu() -> None:
@@ -400,14 +406,18 @@ def test_without_chunked_prefill_a_step_takes_the_longest_prompt() -> None:
 
 
 class _RecordingRunner(ModelRunner):
-    """Remembers (tokens of the sequence, tokens computed) of each row of every step."""
+    """Remembers (tokens of the sequence, tokens computed) of each row of every step, and how rows sample."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         self.steps: list[list[tuple[int, int]]] = []
+        self.sampled: list[list[SlotAssignment]] = []
+        self._assignments: dict[int, SlotAssignment] = {}
 
     def run(self, plan: StepPlan) -> PendingOutput:
         self.steps.append([(row.start + row.num_tokens, row.num_tokens) for row in plan.sequences])
+        self._assignments |= {each.slot: each for each in plan.admitted}
+        self.sampled.append([self._assignments[row.slot] for row in plan.sequences if row.samples])
         return super().run(plan)
 
 
@@ -437,9 +447,27 @@ def test_profile_runs_the_largest_prefill_the_latest_chunk_and_the_longest_decod
     assert [(10, 10)] * 4 in steps
     assert [(100, 40)] in steps
     assert [(100, 1)] * num_long + [(1, 1)] * (4 - num_long) in steps
+    # Sampling that takes several times the logits: of rows that ask for everything, and of beams.
+    most, searches = [each for each in runners[0].sampled if each][-2:]
+    assert len(most) == len(searches) == 4
+    assert all(each.sampling.num_logprobs and each.sampling.frequency_penalty for each in most)
+    widths = [each.beam.width for each in searches if each.beam is not None]
+    assert widths == [num_long] * num_long + [4 - num_long] * (4 - num_long)
+    assert steps[-1] == [(100, 1)] * num_long + [(1, 1)] * (4 - num_long)
     # Nothing is longer than a sequence may be, and none is left.
     assert max(seq_len for step in steps for seq_len, _ in step) == 100
-    assert len(runners[0].steps) == 4 * 2 + sum(len(step) for step in steps)
+    assert len(runners[0].steps) == 6 * 2 + sum(len(step) for step in steps)
+
+
+@pytest.mark.parametrize("subject", subjects())
+def test_dummy_rows_of_every_kind_run_and_leave_nothing(subject: Subject) -> None:
+    runner, info, _ = start_subject(subject)
+    rows = [(9, 1)] * 2 + [(0, 1)] * (info.num_slots - 2)
+    run_dummy_rows(runner, rows, sampling=ASKS_MOST)
+    run_dummy_rows(runner, rows, sampling=SEARCHES, widths=(2, info.num_slots - 2))
+    assert runner.num_occupied == 0
+    prompt = [5, 6, 7, 8, 9]
+    assert generate_alone(PlanDriver(runner, info), prompt, 3) == expected(subject, prompt, 3)
 
 
 def test_default_context_is_what_a_small_pool_holds() -> None:

@@ -35,7 +35,7 @@ CASES = [
 
 def poison(cache: KVCache, pool: KVBlockPool) -> None:
     """Write NaN into every block that nobody holds and that is not cached."""
-    free = [block.block_id for block in pool._blocks[1:] if block.ref_count == 0 and block.digest is None]
+    free = [each for each in range(1, pool.num_usable + 1) if pool.is_free(each) and not pool.is_cached(each)]
     cache._storages[:, :, torch.tensor(free, dtype=torch.int64, device=cache._storages.device)] = torch.nan
 
 

@@ -626,6 +626,21 @@ async def test_a_beam_search_gives_the_best_of_its_width_and_counts_all_it_found
     assert as_wide_as_n["usage"]["completion_tokens"] == sum(map(len, expected))
 
 
+async def test_a_beam_search_that_finds_fewer_answers_than_asked_for_gives_those() -> None:
+    async with live_server() as live:
+        fields = {"use_beam_search": True, "max_tokens": 1, "return_token_ids": True}
+        two = {"prompt": [[5, 6], [7, 8]], "allowed_token_ids": [9, 10]}
+        for few in ({"n": 3}, {"n": 3, "best_of": 4}):
+            answer = await live.complete(**two, **few, **fields)
+            assert answer.status == 200
+            # Choices are numbered as if none were missing: which prompt one belongs to stays known.
+            assert [choice["index"] for choice in answer.json["choices"]] == [0, 1, 3, 4]
+            found = [choice["token_ids"] for choice in answer.json["choices"]]
+            assert sorted(found[:2]) == sorted(found[2:]) == [[9], [10]]
+            assert answer.json["usage"]["completion_tokens"] == 4
+        assert live.engine.statistics().num_running == 0
+
+
 async def test_a_beam_search_in_chat_answers_with_messages() -> None:
     async with live_server() as live:
         answer = (await live.chat(use_beam_search=True, n=2, max_tokens=4, early_stopping="never")).json

@@ -65,12 +65,14 @@ def check_search(bench: Bench, sequence_id: int, *, may_fail: bool) -> None:
     assert received.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
 
 
-def simulate(seed: int, size: int = 1) -> dict[str, int]:
+def simulate(seed: int, size: int = 1, *, are_steps_tiny: bool = False) -> dict[str, int]:
     """Live through one random scenario; return how often the interesting things happened.
 
     Args:
         seed: Decides everything.
         size: So many times as many requests, slots and blocks as in the smallest lives.
+        are_steps_tiny: Whether a step never holds all that run, so that they take turns; nothing fails then,
+            for who is tried comes before all others.
     """
     rng = random.Random(seed)
     block_len = rng.choice([1, 2, 4])
@@ -80,7 +82,12 @@ def simulate(seed: int, size: int = 1) -> dict[str, int]:
     host = random.Random(f"host {seed}")
     num_swap_blocks = host.choice([0, 0, 4, 16, 64])
     num_host_blocks = num_swap_blocks + host.choice([0, 0, 3, 16, 64])
+    # A bus that carries all, or few blocks a step, beside steps whose tokens take about as long as a block.
+    host_block_s, step_s = host.choice([(0.0, 0.0), (0.002, 0.004), (0.01, 0.004)])
     max_num_batched_tokens = rng.choice([1, 2, 3, 8, 16, 64]) if chunked else rng.choice([16, 40])
+    if are_steps_tiny:
+        chunked, max_num_batched_tokens = True, rng.randint(1, 5)
+        capacity, max_model_len = 4 * capacity, 4 * max_model_len  # a search of many steps beside others
     specs = random_specs(rng, block_len)
     info = fake_info(
         num_slots=rng.randint(1, 6 * size),
@@ -92,6 +99,7 @@ def simulate(seed: int, size: int = 1) -> dict[str, int]:
         max_unapplied=rng.choice([1, 2, 2, 3]),
         num_host_blocks=num_host_blocks + 1 if num_host_blocks else 0,
         num_swap_blocks=num_swap_blocks,
+        host_block_s=host_block_s,
         specs=specs,
     )
     bench = Bench(
@@ -102,11 +110,14 @@ def simulate(seed: int, size: int = 1) -> dict[str, int]:
         long_prefill_token_threshold=rng.choice([0, 0, 2, 5]),
         async_scheduling=rng.random() < 0.8,
     )
+    bench.step_s = step_s
     limit = min(max_model_len, capacity, 1000 if chunked else info.max_num_batched_tokens + 10)
     shared = [[rng.randrange(VOCAB) for _ in range(64 * size)] for _ in range(2)]
     failure_rate = rng.choice([0.0, 0.0, 0.05, 0.2])
     loss_rate = rng.choice([0.0, 0.0, 0.0, 0.02])
     culprit_rate = rng.choice([0.0, 0.0, 0.2])
+    if are_steps_tiny:
+        failure_rate = loss_rate = culprit_rate = 0.0
     abort_rate = rng.choice([0.0, 0.0, 0.02, 0.1])
     pause_rate = rng.choice([0.0, 0.0, 0.05, 0.2])
     paused: set[int] = set()
@@ -129,7 +140,7 @@ def simulate(seed: int, size: int = 1) -> dict[str, int]:
         num_sequences = rng.choice([1, 1, 3, 5])
         # Choices of one request, or requests that happen to be alike.
         are_family = rng.random() < 0.6
-        are_beams = are_family and rng.random() < 0.4
+        are_beams = are_family and rng.random() < (0.8 if are_steps_tiny else 0.4)
         if are_beams:
             try:
                 bench.scheduler.limits.check_search(num_sequences, prompt_len, max_tokens)
@@ -239,7 +250,9 @@ def simulate(seed: int, size: int = 1) -> dict[str, int]:
     }
 
 
-def live_many(seeds: Iterable[int], *, size: int = 1, num_operations: int | None = None) -> Counter[str]:
+def live_many(
+    seeds: Iterable[int], *, size: int = 1, num_operations: int | None = None, are_steps_tiny: bool = False
+) -> Counter[str]:
     """Live through the scenarios of many seeds, until there were enough operations; return the counts.
 
     An error says the seed and the size.
@@ -247,7 +260,7 @@ def live_many(seeds: Iterable[int], *, size: int = 1, num_operations: int | None
     total: Counter[str] = Counter()
     for seed in seeds:
         try:
-            total.update(simulate(seed, size))
+            total.update(simulate(seed, size, are_steps_tiny=are_steps_tiny))
         except BaseException as error:
             error.add_note(f"seed {seed}, size {size}")
             raise
@@ -263,10 +276,13 @@ def main() -> None:
     parser.add_argument("--num-operations", type=int, default=100_000, help="of all sizes together")
     parser.add_argument("--seed", type=int, default=0, help="the first one; the others follow it")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--tiny-steps", action="store_true", help="steps that never hold all that run")
     options = parser.parse_args()
     share = -(-options.num_operations // len(options.sizes))
     for size in options.sizes:
-        total = live_many(count(options.seed), size=size, num_operations=share)
+        total = live_many(
+            count(options.seed), size=size, num_operations=share, are_steps_tiny=options.tiny_steps
+        )
         print(f"size {size}: {dict(total)}", flush=True)
 
 

@@ -1,5 +1,6 @@
 """A scheduler on a fake device, driven step by step and checked after every call."""
 
+import dataclasses
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -79,11 +80,14 @@ class Bench:
         """Whose steps were tried alone after a failure, in order."""
         self.loses_device = False
         """Whether a culprit lets the device be lost, instead of a step fail."""
+        self.step_s = 0.0
+        """Seconds that the device says it took for a step; 0: it does not."""
         self.num_failed_steps = 0
         self.num_losses = 0
         self.num_operations = 0
         """Sequences added, aborted, paused and resumed, steps planned, applied and failed, devices lost."""
         self._holders: dict[int, int] = {}  # slot → sequence id
+        self._num_passed: dict[int, int] = {}  # sequence id → plans since it was last in one, though it could
         self._sequence_ids: dict[int, dict[int, int]] = {}  # step → sequence → positions computed by then
         self.now_s = 0.0
 
@@ -170,6 +174,7 @@ class Bench:
             assert not mentioned.intersection(plan.released_slots), "a step in flight uses a released slot"
             self.in_flight.append(plan)
             self._note(plan)
+            self._check_turns(plan)
         return plan
 
     def _note(self, plan: StepPlan) -> None:
@@ -178,6 +183,20 @@ class Bench:
         self._sequence_ids[plan.step_id] = {
             self._holders[sequence.slot]: sequence.start + sequence.num_tokens for sequence in plan.sequences
         }
+
+    def _check_turns(self, plan: StepPlan) -> None:
+        """See that who decodes, or searches, is not passed over again and again; suspects come first."""
+        live = self.scheduler._live
+        able = live.decoding + [beams.first for beams in live.searches if beams.is_ready]
+        planned = self.sequence_ids(plan)
+        self._num_passed = {
+            each.sequence_id: self._num_passed.get(each.sequence_id, 0) + 1
+            for each in able
+            if each.sequence_id not in planned and not live.suspects and not each.is_planned_to_its_end
+        }
+        # Every other step is theirs, in which one at least of them has its turn.
+        most = 2 * self.info.num_slots + 2
+        assert max(self._num_passed.values(), default=0) <= most, "who can compute gets its turn"
 
     def sequence_ids(self, plan: StepPlan) -> set[int]:
         """Return whom a plan computes."""
@@ -190,7 +209,8 @@ class Bench:
 
     def apply(self) -> list[TokenDelta]:
         """Run the oldest step and apply what it gave."""
-        return self.apply_output(self.runner.run(self.in_flight.popleft()))
+        output = self.runner.run(self.in_flight.popleft())
+        return self.apply_output(dataclasses.replace(output, device_s=self.step_s))
 
     def advance(self, kind: type[StepFailed] = StepFailed) -> list[TokenDelta]:
         """Run the oldest step and apply what it gave, or let it fail if a culprit is in it."""

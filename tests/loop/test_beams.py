@@ -336,6 +336,48 @@ def test_rows_sample_together_however_small_steps_are_kept() -> None:
     assert_found(bench, ids, searched(prompt(11), 9, 6))
 
 
+def test_searches_and_decode_steps_take_turns_where_a_step_does_not_hold_them_all() -> None:
+    bench = Bench(info(max_num_batched_tokens=4, num_slots=12))
+    plain = [bench.add(prompt(2, first), max_tokens=30) for first in (30, 40)]
+    wide = add_search(bench, 4, prompt(3), max_tokens=24, stop_token_ids=frozenset())
+    narrow = add_search(bench, 2, prompt(3, 20), max_tokens=24, stop_token_ids=frozenset())
+    while bench.statistics().num_running < 8:
+        bench.step()
+    planned = [bench.sequence_ids(bench.must_plan())]
+    for _ in range(11):
+        bench.apply()
+        planned.append(bench.sequence_ids(bench.must_plan()))
+    # The wide search fills a step, the narrow one has room beside both decode steps: once in four steps each.
+    for first in range(8):
+        assert {*plain, *wide, *narrow} <= set().union(*planned[first : first + 4])
+    bench.run()
+    assert_found(bench, wide, searched(prompt(3), 4, 24, frozenset()))
+    assert_found(bench, narrow, searched(prompt(3, 20), 2, 24, frozenset()))
+    assert bench.tokens_of(plain[0]) == fake_continuation(prompt(2, 30), 30, VOCAB)
+
+
+def test_rows_that_entered_slots_and_found_no_room_in_that_step_give_them_back() -> None:
+    bench = Bench(info(block_len=1, max_num_batched_tokens=3))
+    ids = add_search(bench, 2, prompt(4), max_tokens=12, stop_token_ids=frozenset())
+    for _ in range(4):
+        bench.step()
+    bench.pause(ids[0])
+    others = [bench.add(prompt(3, first), max_tokens=20) for first in (30, 40)]
+    for _ in range(5):
+        bench.step()
+    # All that the rows know is cached but for a token each, and there is room for one.
+    bench.resume(ids[0])
+    assert not bench.sequence_ids(bench.must_plan()).intersection(ids)
+    assert bench.statistics().num_running == 4
+    bench.pause(ids[0])
+    bench.apply()
+    assert bench.statistics().num_running == 2
+    bench.resume(ids[0])
+    bench.run()
+    assert_found(bench, ids, searched(prompt(4), 2, 12, frozenset()))
+    assert bench.tokens_of(others[0]) == fake_continuation(prompt(3, 30), 20, VOCAB)
+
+
 def test_rows_that_are_not_finite_end_with_an_error() -> None:
     bench = Bench(info(), async_scheduling=False)
     ids = add_search(bench, 3, prompt(11), max_tokens=12)
@@ -347,7 +389,7 @@ def test_rows_that_are_not_finite_end_with_an_error() -> None:
     bench.check_nothing_leaked()
 
 
-def test_what_is_left_too_few_of_ends_with_an_error_of_its_own() -> None:
+def test_what_a_search_has_not_found_is_missing_and_is_no_error() -> None:
     bench = Bench(info(), async_scheduling=False)
     ids = add_search(bench, 2, prompt(3), max_tokens=5)
     bench.must_plan()
@@ -357,7 +399,20 @@ def test_what_is_left_too_few_of_ends_with_an_error_of_its_own() -> None:
     bench.apply_output(dataclasses.replace(output, beams={search_id: nothing}))
     assert bench.tokens_of(ids[0]) == [3]
     assert bench.received[ids[0]].finish_reason is FinishReason.STOP
-    assert bench.received[ids[1]].finish_reason is FinishReason.ERROR
+    assert bench.tokens_of(ids[1]) == []
+    assert bench.received[ids[1]].finish_reason is FinishReason.MISSING
+    bench.check_nothing_leaked()
+
+
+def test_a_search_that_has_found_nothing_ends_with_an_error() -> None:
+    bench = Bench(info(), async_scheduling=False)
+    ids = add_search(bench, 2, prompt(3), max_tokens=5)
+    bench.must_plan()
+    output = bench.runner.run(bench.in_flight.popleft())
+    (search_id,) = output.beams
+    nothing = [BeamCandidate(0, token, -math.inf) for token in range(4, 10)]
+    bench.apply_output(dataclasses.replace(output, beams={search_id: nothing}))
+    assert [bench.received[each].finish_reason for each in ids] == [FinishReason.ERROR] * 2
     bench.check_nothing_leaked()
 
 

@@ -102,6 +102,16 @@ def test_where_too_few_are_left_the_failure_is_given() -> None:
     assert isinstance(outputs[1].error, StepFailed)
 
 
+def test_what_a_beam_search_has_not_found_stands_behind_what_it_has() -> None:
+    sampling = SamplingParams(n=2, best_of=3, use_beam_search=True)
+    missing = [RequestOutput(index, "", (), finish_reason=FinishReason.MISSING) for index in (1, 2)]
+    outputs = given(sampling, [*missing, output(0, "a", None, ends=True)])
+    assert [(each.index, each.text, each.finish_reason) for each in outputs] == [
+        (0, "a", FinishReason.STOP),
+        (1, "", FinishReason.MISSING),
+    ]
+
+
 def test_a_failure_of_the_request_is_passed_on() -> None:
     sink = Sink()
     error = StepFailed("it broke", step_id=3)

@@ -150,6 +150,49 @@ def test_what_a_failed_step_was_to_move_is_not_found_and_its_sequence_not_swappe
     tier.check()
 
 
+def evict(tier: HostTier, num: int, first: int = 1) -> list[bytes]:
+    digests = [bytes([block_id]) for block_id in range(first, first + num)]
+    for block_id, digest in enumerate(digests, first):
+        tier.keep_evicted(block_id, digest, 0)
+    return digests
+
+
+def test_what_the_bus_does_not_carry_beside_steps_is_forgotten_the_tails_first() -> None:
+    tier = make_tier(num_blocks=30, num_swap_blocks=0, cost=SwapCost(block_s=0.005))  # four in 10 ms
+    digests = evict(tier, 6)
+    stores, loads = tier.take_transfers()
+    assert [store.device_block for store in stores] == [3, 4, 5, 6]
+    assert not loads
+    assert [tier.find(digest, 0) is not None for digest in digests] == [False] * 2 + [True] * 4
+    # Nothing more until steps have given the bus time; then as much as they took, and no more than at first.
+    evict(tier, 2, first=10)
+    assert tier.take_transfers() == ((), ())
+    tier.note_step(1, 1, 0.005)
+    evict(tier, 4, first=20)
+    assert [store.device_block for store in tier.take_transfers()[0]] == [22, 23]
+    tier.note_step(1, 1, 1.0)
+    evict(tier, 6, first=30)
+    assert len(tier.take_transfers()[0]) == 4
+    tier.note_step(1, 1, 0.0)  # of unknown length
+    evict(tier, 6, first=40)
+    assert len(tier.take_transfers()[0]) == 4
+    tier.check()
+
+
+def test_what_somebody_holds_is_stored_whatever_the_bus_carries() -> None:
+    tier = make_tier(num_blocks=30, num_swap_blocks=10, cost=SwapCost(block_s=1.0))
+    evict(tier, 2)
+    loaded = tier.find(bytes([1]), 0)
+    assert loaded is not None
+    tier.hold(loaded)
+    tier.load(loaded, 9)
+    assert tier.swap_out(5, [[BlockToSwap(6, None), BlockToSwap(7, b"x")]], 3)
+    stores, loads = tier.take_transfers()
+    assert [store.device_block for store in stores] == [1, 6, 7]  # instead of one
+    assert loads == (BlockTransfer(9, loaded),)
+    tier.check()
+
+
 def test_what_is_not_to_be_trusted_is_not_found() -> None:
     tier = make_tier()
     tier.keep_evicted(1, b"x", 0)

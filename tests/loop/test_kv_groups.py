@@ -254,3 +254,24 @@ def test_a_match_is_the_longest_prefix_of_which_each_group_has_what_it_needs(see
         assert match == [0] * num_null + first.block_table.block_ids[each.group_id][num_null : len(match)]
     assert allocator.take(again, matches, 0)
     allocator.check([first, again])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_row_inherits_all_full_blocks_of_another_however_its_own_are_mixed_with_them(seed: int) -> None:
+    # As of rows that came back: some computed what the other shares with the cache, wherever that lies.
+    rng = random.Random(seed)
+    num_full = rng.choice([3, 64, 65, 150])
+    allocator = KVAllocator([group(0, 700)], enable_prefix_caching=False, chunk_len=999)
+    rows = [sequence_of(list(range(4 * num_full + 2))) for _ in range(2)]
+    for row in rows:
+        compute(allocator, row)
+    own, other = (row.block_table.block_ids[0] for row in rows)
+    for idx in rng.sample(range(num_full), rng.randint(0, num_full)):
+        allocator.pool.share([own[idx]])
+        allocator.pool.release([other[idx]])
+        other[idx] = own[idx]
+    partial = other[num_full]
+    expected = own[:num_full]
+    allocator.inherit(rows, [0, 0], 4 * num_full + 2)
+    assert other == [*expected, partial]
+    allocator.check(rows)

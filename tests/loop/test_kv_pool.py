@@ -101,7 +101,7 @@ def test_check_notices_a_table_that_disagrees_with_the_reference_counts() -> Non
 
 
 def _break_link(pool: KVBlockPool) -> None:
-    pool._blocks[1].next = pool._blocks[1]
+    pool._next[1] = 1
 
 
 def _count_free_wrongly(pool: KVBlockPool) -> None:
@@ -113,19 +113,20 @@ def _count_cached_wrongly(pool: KVBlockPool) -> None:
 
 
 def _link_a_held_block(pool: KVBlockPool) -> None:
-    pool._link_last(pool._blocks[pool.allocate(1, 0)[0]])
+    (block_id,) = pool.allocate(1, 0)
+    pool._link(block_id, pool._previous[0], 0)
 
 
 def _index_another_block(pool: KVBlockPool) -> None:
-    pool._index[0][b"x"] = pool._blocks[3]
+    pool._index[0][b"x"] = 3
 
 
 def _index_too_much(pool: KVBlockPool) -> None:
-    pool._index[0][b"y"] = pool._blocks[3]
+    pool._index[0][b"y"] = 3
 
 
 def _lose_a_block(pool: KVBlockPool) -> None:
-    pool._unlink(pool._blocks[4])
+    pool._unlink(4)
 
 
 @pytest.mark.parametrize(

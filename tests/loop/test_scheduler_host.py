@@ -184,6 +184,25 @@ def test_an_evicted_prefix_is_found_on_the_host_and_loaded() -> None:
     assert statistics.host_stored_bytes >= 3 * bytes_per_block
 
 
+@pytest.mark.parametrize(("token_s", "is_loaded"), [(3e-4, True), (2e-4, False)])
+def test_what_is_found_on_the_host_is_loaded_where_that_is_cheaper(token_s: float, is_loaded: bool) -> None:
+    bench = roomy_bench(host_block_s=2e-3)  # three blocks one way: 3 ms, as twelve tokens of 0.25 ms
+    prompt = list(range(100, 114))
+    bench.add(prompt, max_tokens=2)
+    bench.run()
+    fill_pool(bench)
+    tier = bench.scheduler._live.allocator.host_tier
+    assert tier is not None
+    tier.note_step(1000, 0, 1000 * token_s)
+    again = bench.add([*prompt, 7], max_tokens=2)
+    plan, _ = bench.step()
+    assert starts(plan) == [12 if is_loaded else 0]
+    assert len(plan.block_loads) == (3 if is_loaded else 0)
+    bench.run()
+    assert bench.timelines[again].num_cached_tokens == (12 if is_loaded else 0)
+    assert bench.tokens_of(again) == expected([*prompt, 7], 2)
+
+
 def test_who_asks_at_the_same_time_shares_what_is_loaded() -> None:
     bench = roomy_bench()
     prompt = list(range(100, 114))

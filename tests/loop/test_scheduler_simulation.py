@@ -19,3 +19,9 @@ def test_many_random_lives_meet_everything_that_can_happen() -> None:
 @pytest.mark.slow
 def test_larger_random_lives_go_as_well() -> None:
     live_many(range(3), size=2)
+
+
+def test_who_can_compute_gets_its_turn_in_steps_that_never_hold_all() -> None:
+    total = live_many([*range(4), 3001], are_steps_tiny=True)
+    assert total["beams"]
+    assert total["preemptions"]

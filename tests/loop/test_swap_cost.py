@@ -19,6 +19,15 @@ def test_the_cheaper_way_is_chosen() -> None:
     assert not slower.prefers_swap(num_blocks=21, num_tokens=100)
 
 
+def test_what_is_there_is_loaded_for_half_of_what_the_way_there_and_back_takes() -> None:
+    cost = SwapCost(block_s=1e-3)
+    assert cost.prefers_load(num_blocks=10**9, num_tokens=1)
+    cost.note_step(num_tokens=1000, num_decodes=0, device_s=0.1)
+    assert cost.prefers_load(num_blocks=19, num_tokens=100)
+    assert not cost.prefers_load(num_blocks=21, num_tokens=100)
+    assert not cost.prefers_load(num_blocks=1, num_tokens=0)
+
+
 def test_steps_that_say_nothing_of_prompts_do_not_count() -> None:
     cost = SwapCost(block_s=1e-3)
     cost.note_step(num_tokens=10, num_decodes=6, device_s=1.0)

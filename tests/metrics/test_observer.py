@@ -175,7 +175,7 @@ def test_every_sequence_is_counted_once_under_its_reason() -> None:
         sample.labels["finished_reason"]: sample.value
         for sample in samples_of(registry, "request_success_total")
     }
-    assert by_reason == {"stop": 4, "length": 3, "abort": 2, "error": 1}
+    assert by_reason == {"stop": 4, "length": 3, "abort": 2, "error": 1, "missing": 0}
     assert set(counts_of(registry).values()) == {10}
 
 

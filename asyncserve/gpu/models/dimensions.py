@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncserve.errors import CheckpointError
+from asyncserve.gpu.layers.rotary import read_rope_parameters
 from asyncserve.kv_spec import FullAttention, KVSpec, SlidingWindow
+
+_DEFAULT_CONTEXT_LEN = 2048
+"""For a configuration that does not say what the model was trained for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,40 @@ def read_dimensions(
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def context_len(config: Mapping[str, Any]) -> int:
+    """Return the longest sequence a model is meant for that says so as Llama's do, RoPE scaling included.
+
+    Raises:
+        CheckpointError: The configuration states no possible length.
+    """
+    stated_len = stated_context_len(config, default=_DEFAULT_CONTEXT_LEN)
+    if config.get("max_position_embeddings") is None:
+        return stated_len
+    rope = read_rope_parameters(config)
+    if rope["rope_type"] == "linear":
+        return int(stated_len * float(rope["factor"]))
+    if rope["rope_type"] == "yarn":
+        return int(rope["original_max_position_embeddings"] * float(rope["factor"]))
+    # llama3, longrope and their like already state the stretched length; dynamic scaling begins beyond it.
+    return stated_len
+
+
+def stated_context_len(config: Mapping[str, Any], *, default: int) -> int:
+    """Return the length that a configuration states, whatever the scaling; `default` if it states none.
+
+    Raises:
+        CheckpointError: It is no possible length.
+    """
+    max_len = config.get("max_position_embeddings")
+    if max_len is None:
+        return default
+    if not isinstance(max_len, int) or max_len < 2:
+        raise CheckpointError(
+            f"max_position_embeddings is {max_len!r}; a context holds a token of prompt and one of output"
+        )
+    return max_len
 
 
 def layer_windows(config: Mapping[str, Any], *, num_layers: int) -> tuple[int | None, ...]:

@@ -21,7 +21,13 @@ from asyncserve.gpu.layers.loading import fill_parameters, finish_layers
 from asyncserve.gpu.layers.mlp import GatedMLP, gelu_mul
 from asyncserve.gpu.layers.norm import RMSNorm
 from asyncserve.gpu.layers.rotary import Rotary, Rotation, rope_of_layer_type
-from asyncserve.gpu.models.dimensions import Dimensions, read_dimensions, window_specs, windows_of_types
+from asyncserve.gpu.models.dimensions import (
+    Dimensions,
+    read_dimensions,
+    stated_context_len,
+    window_specs,
+    windows_of_types,
+)
 from asyncserve.kv_spec import KVSpec
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -40,6 +46,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "sliding_window_pattern": 6,
 }
 """What Hugging Face's configurations leave out: those of the larger models state little."""
+
+_DEFAULT_CONTEXT_LEN = 131072
 
 _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 """Tensors of a checkpoint that sees images, too, by their beginning."""
@@ -98,6 +106,11 @@ class Gemma3Layer(nn.Module):
 
 class Gemma3ForCausalLM(nn.Module):
     """The whole model; the methods are those of `Model`."""
+
+    @staticmethod
+    def context_len(config: Mapping[str, Any]) -> int:
+        """Return the length that the configuration states: it is the stretched one, whatever the scaling."""
+        return stated_context_len(config, default=_DEFAULT_CONTEXT_LEN)
 
     def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype) -> None:
         super().__init__()

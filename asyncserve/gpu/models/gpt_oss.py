@@ -21,7 +21,13 @@ from asyncserve.gpu.layers.loading import fill_parameters, finish_layers
 from asyncserve.gpu.layers.mlp import Gate, GatedMLP
 from asyncserve.gpu.layers.norm import RMSNorm
 from asyncserve.gpu.layers.rotary import Rotary, Rotation
-from asyncserve.gpu.models.dimensions import Dimensions, read_dimensions, window_specs, windows_of_types
+from asyncserve.gpu.models.dimensions import (
+    Dimensions,
+    context_len,
+    read_dimensions,
+    window_specs,
+    windows_of_types,
+)
 from asyncserve.kv_spec import KVSpec
 
 _DEFAULT_THETA = 150_000.0
@@ -89,6 +95,8 @@ class GptOssLayer(nn.Module):
 
 class GptOssForCausalLM(nn.Module):
     """The whole model; the methods are those of `Model`."""
+
+    context_len = staticmethod(context_len)
 
     def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype) -> None:
         super().__init__()

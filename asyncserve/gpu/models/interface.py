@@ -19,6 +19,17 @@ class Model(Protocol):
 
     vocab_size: int
 
+    @staticmethod
+    def context_len(config: Mapping[str, Any]) -> int:
+        """Return the longest sequence the model is meant for, RoPE scaling included.
+
+        Args:
+            config: As given to the class.
+
+        Raises:
+            CheckpointError: It states no possible length.
+        """
+
     def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype) -> None:
         """Build the modules.
 

@@ -17,7 +17,13 @@ from asyncserve.gpu.layers.loading import fill_parameters, finish_layers
 from asyncserve.gpu.layers.mlp import GatedMLP
 from asyncserve.gpu.layers.norm import RMSNorm
 from asyncserve.gpu.layers.rotary import Rotary, Rotation
-from asyncserve.gpu.models.dimensions import Dimensions, layer_windows, read_dimensions, window_specs
+from asyncserve.gpu.models.dimensions import (
+    Dimensions,
+    context_len,
+    layer_windows,
+    read_dimensions,
+    window_specs,
+)
 from asyncserve.kv_spec import KVSpec
 
 
@@ -63,6 +69,8 @@ class Qwen2Layer(nn.Module):
 
 class Qwen2ForCausalLM(nn.Module):
     """The whole model; the methods are those of `Model`."""
+
+    context_len = staticmethod(context_len)
 
     def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype) -> None:
         super().__init__()
