@@ -107,7 +107,8 @@ class ServerConfig:
     status 70. 0 for no limit."""
     max_device_restarts: int = 3
     """Most times within an hour that a lost device is opened anew; then the process ends with status 70. It
-    takes three to find out that one request loses it."""
+    takes three to find out that one request loses it; once that request has ended they do not count any more.
+    Three times as many, one after the other with no token between them, end the process whoever is blamed."""
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
     enforce_eager: bool = False

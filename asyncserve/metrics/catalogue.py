@@ -376,10 +376,16 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "failed_sequences_total",
         "sequences",
-        "Sequences that ended with an error because a step of theirs alone failed.",
+        "Sequences of requests that ended because a step of one of them alone failed or lost the device.",
         Source.COLLECTOR,
     ),
     _counter("device_restarts_total", "restarts", "Times a lost device was opened anew.", Source.COLLECTOR),
+    _counter(
+        "explained_device_losses_total",
+        "losses",
+        "Losses of the device by the fault of one request, which has ended.",
+        Source.COLLECTOR,
+    ),
     _gauge("device_is_lost", "", "1 while a lost device is being opened anew, else 0."),
     # The step.
     _histogram(

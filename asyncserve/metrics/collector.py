@@ -120,6 +120,7 @@ class EngineCollector(Collector):
         yield self._counter("replayed_sequences_total", now.num_replayed_sequences)
         yield self._counter("failed_sequences_total", now.num_failed_sequences)
         yield self._counter("device_restarts_total", now.num_device_restarts)
+        yield self._counter("explained_device_losses_total", now.num_explained_losses)
         yield self._gauge("device_is_lost", {(): float(now.device_is_lost)})
         yield self._counter("num_pauses_total", now.num_pauses)
         yield self._counter("deadlines_missed_total", now.num_deadlines_missed)
