@@ -211,7 +211,7 @@ class ServerConfig:
     kv_events_config: str | None = None
     """JSON that says where changes of the prefix cache are published for cache-aware routers, with vLLM's
     names: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}.
-    Needs pip install asyncserve[kv-events]."""
+    tcp and ipc addresses. Needs pip install asyncserve[kv-events]."""
     trace_steps: str | None = None
     """File that gets a timeline of every step (loop, device thread, device, waiter), for ui.perfetto.dev."""
 

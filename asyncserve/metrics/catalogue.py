@@ -37,6 +37,7 @@ class Source(enum.Enum):
     COLLECTOR = "collector"
     HTTP = "http"
     TRACING = "tracing"
+    KV_EVENTS = "kv events"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,6 +453,15 @@ METRICS: tuple[MetricDefinition, ...] = (
         "Requests whose trace was sent to the collector (exported) or was not (dropped), as it did not answer"
         " or too many waited.",
         Source.TRACING,
+        ("outcome",),
+    ),
+    # Events of the prefix cache: only with --kv-events-config.
+    _counter(
+        "kv_event_batches_total",
+        "batches",
+        "Batches of KV events that were published (sent) or were left to be asked for, as too many waited"
+        " (left_out). What a subscriber misses because it reads too slowly shows in its numbers alone.",
+        Source.KV_EVENTS,
         ("outcome",),
     ),
 )
