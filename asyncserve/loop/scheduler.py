@@ -108,6 +108,7 @@ class Scheduler:
         allocator = self._live.allocator
         self.limits = SequenceLimits(
             context_len=info.max_model_len,
+            context_is_of=info.len_is_of,
             pool_len=allocator.capacity_len,
             max_prompt_len=None if enable_chunked_prefill else budget,
             max_width=min(info.num_slots, budget),
