@@ -107,7 +107,8 @@ class ServerConfig:
     status 70. 0 for no limit."""
     max_device_restarts: int = 3
     """Most times within an hour that a lost device is opened anew; then the process ends with status 70. It
-    takes three to find out that one request loses it."""
+    takes three to find out that one request loses it; once that request has ended they do not count any more.
+    Three times as many, one after the other with no token between them, end the process whoever is blamed."""
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
     enforce_eager: bool = False
@@ -210,7 +211,7 @@ class ServerConfig:
     kv_events_config: str | None = None
     """JSON that says where changes of the prefix cache are published for cache-aware routers, with vLLM's
     names: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}.
-    Needs pip install asyncserve[kv-events]."""
+    tcp and ipc addresses. Needs pip install asyncserve[kv-events]."""
     trace_steps: str | None = None
     """File that gets a timeline of every step (loop, device thread, device, waiter), for ui.perfetto.dev."""
 

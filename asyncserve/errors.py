@@ -108,6 +108,10 @@ class DeviceLost(EngineError):
     status_hint: ClassVar[int] = 503
 
 
+class DeviceHung(DeviceLost):
+    """A step did not end within the time it may take."""
+
+
 class StartupError(EngineError):
     """The server cannot start; the message says what to change."""
 

@@ -104,8 +104,10 @@ class EngineStatistics:
         num_retried_steps: Steps that computed again what failed ones should have, so far.
         num_replayed_sequences: Times a sequence was set back to its known tokens, by a failed step or a lost
             device, so far.
-        num_failed_sequences: Sequences ended because a step of theirs alone failed, so far.
+        num_failed_sequences: Sequences ended because a step of theirs alone, or of another of their request,
+            failed or lost the device, so far.
         num_device_restarts: Times the device was opened anew, so far.
+        num_explained_losses: Times it was lost by the fault of one request, which has ended, so far.
         device_is_lost: It is being opened anew now.
         channels: Every channel of the pipeline.
     """
@@ -143,6 +145,7 @@ class EngineStatistics:
     num_replayed_sequences: int = 0
     num_failed_sequences: int = 0
     num_device_restarts: int = 0
+    num_explained_losses: int = 0
     device_is_lost: bool = False
     channels: Sequence[ChannelStatistics] = field(default_factory=tuple)
 

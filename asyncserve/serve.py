@@ -46,7 +46,7 @@ from asyncserve.kv_events.settings import read_settings
 from asyncserve.loop.engine import Engine
 from asyncserve.loop.grammar import import_library
 from asyncserve.loop.tokenizer import load_tokenizer
-from asyncserve.metrics.collector import EngineCollector, TracingCollector
+from asyncserve.metrics.collector import EngineCollector, KVEventsCollector, TracingCollector
 from asyncserve.metrics.exposition import new_registry, render
 from asyncserve.metrics.http_traffic import HttpTraffic
 from asyncserve.metrics.observer import PrometheusObserver
@@ -318,7 +318,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     recorder = None if config.disable_live_page else PipelineRecorder(time.monotonic)
     if recorder is not None:
         observer.add(recorder)
-    publisher = await asyncio.to_thread(start_kv_events, config)
+    publisher = await asyncio.to_thread(start_kv_events, config, registry)
     cache_listener = None if publisher is None else publisher.tell
     engine = await asyncio.to_thread(build_engine, config, checkpoint, observer, faults, cache_listener)
     cache_config = {
@@ -452,7 +452,7 @@ def start_tracing(
     return closers
 
 
-def start_kv_events(config: ServerConfig) -> KVEventPublisher | None:
+def start_kv_events(config: ServerConfig, registry: CollectorRegistry) -> KVEventPublisher | None:
     """Start what publishes changes of the prefix cache, if the options ask for it.
 
     Raises:
@@ -464,6 +464,8 @@ def start_kv_events(config: ServerConfig) -> KVEventPublisher | None:
     if not config.enable_prefix_caching:
         raise ConfigError("kv_events_config tells of the prefix cache, which enable_prefix_caching turns off")
     publisher = KVEventPublisher(settings)
+    model_name = (config.served_model_name or (config.model,))[0]
+    registry.register(KVEventsCollector(publisher, model_name))
     logger.info("KV events: published on %s, told again on %s", *publisher.endpoints)
     return publisher
 

@@ -31,7 +31,7 @@ from array import array
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import NamedTuple, Protocol, cast, overload
+from typing import Literal, NamedTuple, Protocol, cast, overload
 
 from asyncserve.grammar import Grammar
 from asyncserve.kv_spec import KVGroup
@@ -312,6 +312,7 @@ class ExecutorInfo:
         num_slots: Rows, hence most sequences running at once.
         kv_groups: With the size of their common pool.
         max_model_len: Most tokens (prompt and output) of one sequence.
+        len_is_of: What sets that: the model's context, the option, or, if less fits, the KV cache.
         vocab_size: Rows of the output matrix; every token id is below it.
         max_num_batched_tokens: Token budget of one step.
         max_unapplied: Steps that may be submitted and not yet applied: 2 is one step ahead.
@@ -328,6 +329,7 @@ class ExecutorInfo:
     max_model_len: int
     vocab_size: int
     max_num_batched_tokens: int
+    len_is_of: Literal["model", "option", "kv_cache"] = "model"
     max_unapplied: int = 2
     num_host_blocks: int = 0
     num_swap_blocks: int = 0

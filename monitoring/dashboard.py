@@ -470,15 +470,20 @@ def _http() -> Iterator[Panel]:
     yield lines(
         "Sequences that faults touched",
         "Replayed: set back to their known tokens and continued, which their clients feel as a pause. Failed:"
-        " ended with an error, as a step of theirs alone failed.",
+        " ended with an error, as a step of theirs alone failed or lost the device.",
         [_rate("replayed_sequences_total", "replayed"), _rate("failed_sequences_total", "failed")],
         unit="ops",
     )
     yield lines(
         "Devices lost",
-        "Restarts of devices over an hour, and how many are being opened anew now.",
+        "Restarts of devices over an hour; losses that were found to be one request's fault; how many devices"
+        " are being opened anew now.",
         [
             Query("sum (increase(asyncserve:device_restarts_total{$select}[1h]))", "restarts per hour"),
+            Query(
+                "sum (increase(asyncserve:explained_device_losses_total{$select}[1h]))",
+                "of which by requests",
+            ),
             _gauge("device_is_lost", "lost now"),
         ],
         unit="short",

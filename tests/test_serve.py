@@ -105,11 +105,16 @@ def test_a_timeline_that_cannot_be_written_stops_the_start(tmp_path: Path) -> No
 
 
 def test_kv_events_are_published_where_the_option_says_and_only_then(tmp_path: Path) -> None:
-    assert start_kv_events(ServerConfig(model="m")) is None
+    registry = new_registry()
+    assert start_kv_events(ServerConfig(model="m"), registry) is None
+    assert generate_latest(registry) == b""
     text = json.dumps({"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"})
-    publisher = start_kv_events(ServerConfig(model="m", kv_events_config=text))
+    publisher = start_kv_events(ServerConfig(model="m", kv_events_config=text), registry)
     assert publisher is not None
     assert publisher.endpoints == (f"ipc://{tmp_path}/events", None)
+    assert b'kv_event_batches_total{engine="0",model_name="m",outcome="sent"} 0.0' in generate_latest(
+        registry
+    )
     publisher.close()
     with pytest.raises(ConfigError, match="enable_prefix_caching turns off"):
-        start_kv_events(ServerConfig(model="m", kv_events_config=text, enable_prefix_caching=False))
+        start_kv_events(ServerConfig(model="m", kv_events_config=text, enable_prefix_caching=False), registry)

@@ -262,6 +262,9 @@ def start_runner(
         num_slots=num_slots,
         kv_groups=sized,
         max_model_len=model_len,
+        len_is_of=(
+            "kv_cache" if model_len < wanted_len else "option" if wanted_len < trained_len else "model"
+        ),
         vocab_size=model.vocab_size,
         max_num_batched_tokens=token_budget,
         max_unapplied=2 if async_scheduling else 1,

@@ -48,6 +48,7 @@ async def health(request: web.Request) -> web.Response:
         {
             "status": "ok",
             "num_device_restarts": statistics.num_device_restarts,
+            "num_explained_losses": statistics.num_explained_losses,
             "num_unapplied_steps": statistics.num_unapplied_steps,
             "num_running": statistics.num_running,
             "num_waiting": statistics.num_waiting,

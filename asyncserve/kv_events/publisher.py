@@ -78,6 +78,7 @@ class KVEventPublisher:
         self._num_kept = settings.buffer_steps + settings.max_queue_size
         self._num_told = 0
         self._num_handled = 0
+        self._num_sent = 0
         self._num_left_out = 0
         self._replays: deque[_Replay] = deque()
         self._is_closing = False
@@ -108,6 +109,11 @@ class KVEventPublisher:
     def num_told(self) -> int:
         """Batches so far; the number of the next one."""
         return self._num_told
+
+    @property
+    def num_sent(self) -> int:
+        """Of these, how many were sent to whoever subscribed; one who reads too slowly may miss some."""
+        return self._num_sent
 
     @property
     def num_left_out(self) -> int:
@@ -188,6 +194,7 @@ class KVEventPublisher:
             if payload is not None:
                 # A PUB socket never waits: a subscriber that is too far behind misses it.
                 self._pub.send_multipart((topic, number.to_bytes(8, "big"), payload))
+                self._num_sent += 1
             self._num_handled = number + 1
 
     def _payload(self, number: int) -> bytes | None:

@@ -51,4 +51,10 @@ def read_settings(text: str | None) -> KVEventsSettings | None:
         settings = msgspec.json.decode(text, type=KVEventsSettings)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise ConfigError(f"kv_events_config is {text!r}: {error}") from error
+    for name, endpoint in (("endpoint", settings.endpoint), ("replay_endpoint", settings.replay_endpoint)):
+        if endpoint is not None and endpoint.startswith("inproc://"):
+            raise ConfigError(
+                f"kv_events_config: {name} is {endpoint!r}, which links threads of one process: no router"
+                " could ever connect; tcp:// and ipc:// reach others"
+            )
     return settings if settings.enable_kv_cache_events and settings.publisher != "null" else None

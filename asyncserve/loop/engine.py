@@ -56,7 +56,8 @@ class Engine:
         async_scheduling: Plan one step ahead of the device.
         step_timeout_s: Seconds after which a step that has not ended means that the device is lost; 0 for no
             limit.
-        max_device_restarts: Most times a lost device is opened anew within an hour; then the engine fails.
+        max_device_restarts: Most times a lost device is opened anew within an hour, those not counted that
+            were one request's fault; then the engine fails.
         grammar_compile_timeout_s: Seconds that compiling one structured output may take.
         make_grammar_compiler: Instead of xgrammar's: given the tokenizer and the model's vocabulary size.
         seed: Of the seeds drawn for requests that bring none.

@@ -184,9 +184,26 @@ class LiveSequences:
         sequence.status = SequenceStatus.ENDED
         sequence.accepts_output = False
 
+    def discard(self, sequence: SequenceState) -> list[SequenceState]:
+        """End a live sequence, whatever it is doing, and all rows of its beam search, which are returned."""
+        rows = self.rows_of(sequence)
+        if sequence.status is SequenceStatus.RUNNING:
+            self.leave_running(sequence)
+        for row in rows:
+            if row.status is SequenceStatus.WAITING and not row.trial_len:
+                self.waiting.remove(row)
+            self.end(row)
+        for row in rows:
+            self.release_if_unmentioned(row)
+        return rows
+
     def end_with_error(self, sequence: SequenceState, error: AsyncserveError) -> TokenDelta:
         """As `end`; return what is to be told of it."""
         self.end(sequence)
+        return self.failure_of(sequence, error)
+
+    def failure_of(self, sequence: SequenceState, error: AsyncserveError) -> TokenDelta:
+        """Return what is to be told of a sequence that ended with an error."""
         return TokenDelta(
             sequence.sequence_id,
             (),

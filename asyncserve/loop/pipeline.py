@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from asyncserve.errors import (
     AsyncserveError,
     DeadlineExceeded,
+    DeviceHung,
     DeviceLost,
     EngineError,
     InvariantError,
@@ -39,7 +40,7 @@ from asyncserve.loop.detokenizer import Detokenizer
 from asyncserve.loop.grammar_cache import GrammarCache
 from asyncserve.loop.intake import Arrival, Intake
 from asyncserve.loop.queue_bounds import Load
-from asyncserve.loop.restart_budget import WINDOW_S, RestartBudget
+from asyncserve.loop.restart_budget import RestartBudget
 from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.start_rate import StartRate
 from asyncserve.loop.step_outputs import StepDeltas
@@ -103,7 +104,7 @@ class Pipeline:
         clock: Monotonic seconds.
         info: What the executor offers.
         step_timeout_s: Seconds after which a step that has not ended means a lost device; None for no limit.
-        max_device_restarts: Most times a lost device is opened anew within `WINDOW_S`.
+        max_device_restarts: The limit of `RestartBudget`.
         requests_capacity: Requests that may wait for the tokenizer.
         num_tokenizer_threads: Threads that encode prompts; one more encodes long ones (`is_long`), which
             would hold up the others for seconds.
@@ -263,6 +264,7 @@ class Pipeline:
         statistics.num_deadlines_missed = self._num_deadlines_missed
         statistics.num_unapplied_steps = self._num_unapplied
         statistics.num_device_restarts = self._restarts.num_restarts
+        statistics.num_explained_losses = self._restarts.num_explained
         statistics.device_is_lost = self._lost is not None
         statistics.last_progress_s = self._clock() if self.is_idle else self._last_progress_s
         statistics.channels = tuple(channel.statistics() for channel in self._channels)
@@ -334,6 +336,8 @@ class Pipeline:
                         lost = DeviceLost(f"every step fails, whatever it computes; the last: {output}")
                 else:
                     deltas = scheduler.apply(output, now_s)
+                    if len(output.token_ids) or output.beams:
+                        self._restarts.note_good()
                 self._last_progress_s = now_s
                 steps.append(AppliedStep(completion, deltas, now_s))
                 observer.stage_ran("apply", completion.plan.step_id, began_s, self._clock())
@@ -385,11 +389,15 @@ class Pipeline:
 
     def _tell_failure(self, plan: StepPlan, error: StepFailed, ends: list[TokenDelta]) -> None:
         if ends:
-            ended = self._sequences.get(ends[0].sequence_id)
-            request_id = None if ended is None else ended.owner.request.request_id
+            request_id = self._request_id_of(ends)
             logger.error("%s; computed alone, so that request ends", error, extra={"request_id": request_id})
         else:
             logger.error("%s; its %d sequences are tried again by halves", error, len(plan.sequences))
+
+    def _request_id_of(self, ends: list[TokenDelta]) -> str | None:
+        """Return whose the sequences are that end; None if that has ended already."""
+        ended = self._sequences.get(ends[0].sequence_id)
+        return None if ended is None else ended.owner.request.request_id
 
     async def _reopen_device(self, lost: DeviceLost, lost_by: Completion | None) -> None:
         """Open the device anew, and let every sequence go on from its known tokens.
@@ -406,12 +414,18 @@ class Pipeline:
         while self._num_unapplied:
             await first_ready(self._completions)
             self._num_unapplied -= len(self._completions.take_all())
-        ended = self._scheduler.lose_device(lost if lost_by is not None else None)
-        if ended and lost_by is not None:
-            logger.error("%s; as before when it was computed alone, so that request ends", lost)
-            await self._applied.put(AppliedStep(lost_by, StepDeltas((), (), ended), began_s))
-        if not self._restarts.spend(began_s):
-            raise DeviceLost(f"{lost}; it was opened anew as often as it may be within {WINDOW_S:.0f} s")
+        loss = self._scheduler.lose_device(lost if lost_by is not None else None)
+        if loss.ends and lost_by is not None:
+            logger.error(
+                "%s; as before when it was computed alone, so that request ends, and the losses it caused do"
+                " not count against the device",
+                lost,
+                extra={"request_id": self._request_id_of(loss.ends)},
+            )
+            await self._applied.put(AppliedStep(lost_by, StepDeltas((), (), loss.ends), began_s))
+        refusal = self._restarts.spend(began_s, loss.number, loss.explained)
+        if refusal is not None:
+            raise DeviceLost(f"{lost}; {refusal}")
         logger.error("the device is lost: %s; opening it anew", lost)
         try:
             async with asyncio.timeout(REOPEN_LIMIT_S):
@@ -456,7 +470,7 @@ class Pipeline:
                 except TimeoutError:
                     if not limit.expired():
                         raise
-                    output = self._lost = DeviceLost(
+                    output = self._lost = DeviceHung(
                         f"step {plan.step_id} has not ended within {self._step_timeout_s:g} s"
                     )
             self._completions.put_nowait(Completion(plan, output))

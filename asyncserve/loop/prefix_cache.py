@@ -160,9 +160,21 @@ class PrefixCache:
     def register_blocks(
         self, manager: FullAttentionManager, sequence: SequenceState, block_idxs: Iterable[int]
     ) -> None:
-        """Make blocks of a sequence's table findable, whose content is known; null blocks are passed over."""
+        """Make blocks of a sequence's table findable, whose content is known; null blocks are passed over.
+
+        So are blocks before them that were not, since others had the same content, if those are gone now: a
+        match would end there, and whoever is told of a block drops it if its parent is unknown.
+        """
         register, step = self._pool.register, manager.digests_per_block
         block_ids, digests = sequence.block_table.block_ids[manager.group_id], sequence.block_digests
+        find, group_id = self._pool.find, manager.group_id
+        block_idxs = list(block_idxs)
+        first = block_idxs[0] if block_idxs else 0
+        while (
+            first and block_ids[first - 1] != NULL_BLOCK and find(digests[first * step - 1], group_id) is None
+        ):
+            first -= 1
+            block_idxs.insert(0, first)
         new: list[int] = []
         for block_idx in block_idxs:
             block_id = block_ids[block_idx]

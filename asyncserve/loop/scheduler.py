@@ -22,9 +22,9 @@ Blocks of a preempted sequence may be kept in the host's memory (`host_tier`); t
 
 A step that fails sets its sequences back to their known tokens and puts them under suspicion: they are
 tried again in steps of their own, by halves (`suspects`), nothing else in flight, and only one that fails
-alone, twice, ends with an error. Nobody is admitted meanwhile, and those that run give way if they must. A
-step that lacked memory is tried again with half as many tokens, and later steps are kept small for a while.
-After a step that lost the device its sequences are tried one by one.
+alone, and again, ends with an error, and with it its request. Nobody is admitted meanwhile, and those that
+run give way if they must. A step that lacked memory is tried again with half as many tokens, and later steps
+are kept small for a while. After a step that lost the device its sequences are tried one by one.
 
 Invariants (`scheduler_invariants`): see also `PlanRules` in the tests.
 
@@ -48,7 +48,7 @@ from asyncserve.loop.queue_bounds import Load
 from asyncserve.loop.scheduler_invariants import check_invariants
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.loop.sequence_limits import SequenceLimits
-from asyncserve.loop.step_failures import StepFailures
+from asyncserve.loop.step_failures import DeviceLoss, StepFailures
 from asyncserve.loop.step_limit import StepLimit
 from asyncserve.loop.step_outputs import StepDeltas, apply_output
 from asyncserve.loop.step_planner import StepPlanner
@@ -108,6 +108,7 @@ class Scheduler:
         allocator = self._live.allocator
         self.limits = SequenceLimits(
             context_len=info.max_model_len,
+            context_is_of=info.len_is_of,
             pool_len=allocator.capacity_len,
             max_prompt_len=None if enable_chunked_prefill else budget,
             max_width=min(info.num_slots, budget),
@@ -183,15 +184,7 @@ class Scheduler:
         sequence = live.sequences.get(sequence_id)
         if sequence is None:
             return False
-        rows = live.rows_of(sequence)
-        if sequence.status is SequenceStatus.RUNNING:
-            live.leave_running(sequence)
-        for row in rows:
-            if row.status is SequenceStatus.WAITING and not row.trial_len:
-                live.waiting.remove(row)
-            live.end(row)
-        for row in rows:
-            live.release_if_unmentioned(row)
+        live.discard(sequence)
         return True
 
     def pause(self, sequence_id: int) -> bool:
@@ -297,7 +290,7 @@ class Scheduler:
         """Whether what fails is the device: sequence after sequence failed alone, and no step went well."""
         return self._failures.blames_device
 
-    def lose_device(self, lost_by: DeviceLost | None = None) -> list[TokenDelta]:
+    def lose_device(self, lost_by: DeviceLost | None = None) -> DeviceLoss:
         """Forget the steps in flight and all that the device held: everybody waits with its known tokens.
 
         Outputs of those steps are not to be applied any more. Suspects are tried first, as before, and those
@@ -307,12 +300,12 @@ class Scheduler:
             lost_by: What the oldest step in flight lost the device by; None if that step is not the cause.
 
         Returns:
-            The end of a sequence that lost the device alone, twice.
+            What has come of it: a request may have been found to be the cause, which has ended then.
         """
-        deltas = self._failures.lose_device(lost_by)
+        loss = self._failures.lose_device(lost_by)
         if self._cache_log is not None:
             self._cache_log.cleared()
-        return deltas
+        return loss
 
     def fill_statistics(self, statistics: EngineStatistics) -> None:
         """Write the scheduler's part of the engine's state."""

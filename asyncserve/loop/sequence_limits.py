@@ -7,12 +7,20 @@ from collections.abc import Callable
 
 from asyncserve.errors import InvalidRequest, PromptTooLong
 
+HOLDERS = {
+    "model": "the model's context",
+    "option": "the context that --max-model-len allows here",
+    "kv_cache": "the KV cache",
+}
+"""What a client is told to be too small, by what sets the limit."""
+
 
 class SequenceLimits:
     """What the model, the KV pool and the step allow one sequence.
 
     Args:
-        context_len: Most tokens of the model's context.
+        context_len: Most tokens of a sequence, whatever else there is.
+        context_is_of: What sets that, as `ExecutorInfo.len_is_of`.
         pool_len: Most tokens that the KV cache holds.
         max_prompt_len: Most tokens of a prompt that must be computed in one step; None if it need not be.
         max_width: Most rows of a beam search.
@@ -20,26 +28,26 @@ class SequenceLimits:
         most_blocks: Most blocks that a sequence of so many tokens holds; None: no beam search is served.
 
     Attributes:
-        max_len: Most tokens, prompt and output, of one sequence: the context's limit or the KV pool's.
+        max_len: Most tokens, prompt and output, of one sequence: the lower one of both.
     """
 
     def __init__(
         self,
         *,
         context_len: int,
+        context_is_of: str,
         pool_len: int,
         max_prompt_len: int | None,
         max_width: int,
         num_blocks: int,
         most_blocks: Callable[[int], int] | None,
     ) -> None:
-        self._context_len = context_len
-        self._pool_len = pool_len
         self._max_prompt_len = max_prompt_len
         self._max_width = max_width
         self._num_blocks = num_blocks
         self._most_blocks = most_blocks
         self.max_len = min(context_len, pool_len)
+        self._holder = HOLDERS["kv_cache" if pool_len < context_len else context_is_of]
 
     def check(self, prompt_len: int, max_output_len: int) -> None:
         """Refuse a sequence that could never be served.
@@ -53,17 +61,10 @@ class SequenceLimits:
         """
         if prompt_len < 1:
             raise InvalidRequest("the prompt has no tokens; at least 1 is needed", param="prompt")
-        context_len, pool_len = self._context_len, self._pool_len
-        if prompt_len >= context_len:
+        if prompt_len >= self.max_len:
             raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens; the model's context of {context_len} tokens must hold"
-                " the prompt and at least 1 output token",
-                param="prompt",
-            )
-        if prompt_len >= pool_len:
-            raise PromptTooLong(
-                f"the prompt has {prompt_len} tokens; the KV cache of {pool_len} tokens must hold the prompt"
-                " and at least 1 output token",
+                f"the prompt has {prompt_len} tokens; {self._holder} of {self.max_len} tokens must hold the"
+                " prompt and at least 1 output token",
                 param="prompt",
             )
         if self._max_prompt_len is not None and prompt_len > self._max_prompt_len:
@@ -74,10 +75,9 @@ class SequenceLimits:
             )
         total_len = prompt_len + max_output_len
         if total_len > self.max_len:
-            holder = "model's context" if context_len <= pool_len else "KV cache"
             raise PromptTooLong(
                 f"the prompt has {prompt_len} tokens, max_tokens is {max_output_len}, {total_len} together;"
-                f" the {holder} holds {self.max_len}",
+                f" {self._holder} holds {self.max_len}",
                 param="max_tokens",
             )
 

@@ -1,11 +1,19 @@
 """What a step that failed, or a device that was lost, means for the sequences; who is suspected of it.
 
 `StepFailures` sets sequences back to their known tokens, whatever later steps in flight have made of them,
-hands them to `suspects`, and ends the one that fails alone, twice. Takes steps that failed and those that
-went well, gives the end of a culprit. Knows how large later steps may be (`step_limit`), not what is planned.
+hands them to `suspects`, and ends the request of the one that fails alone, and again. Takes steps that failed
+and those that went well, gives the end of a culprit. Knows how large later steps may be (`step_limit`), not
+what is planned.
+
+A fault that strikes by itself may fall on an innocent's trial, and a second one on its next. So failures
+alone are counted by their kind: two of one kind condemn, for steps that did not end in time three, since a
+machine that stands still makes those as well. Three of any kinds condemn, too: what spoils memory shows in
+more ways than one, and a culprit does not live for ever. One trial that goes well clears a sequence of all.
 """
 
-from asyncserve.errors import DeviceLost, StepFailed, StepOutOfMemory
+from typing import NamedTuple
+
+from asyncserve.errors import AsyncserveError, DeviceHung, DeviceLost, StepFailed, StepOutOfMemory
 from asyncserve.loop.live_sequences import LiveSequences, StepInFlight
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.loop.step_limit import StepLimit
@@ -15,6 +23,26 @@ from asyncserve.request import TokenDelta
 FAILED_ALONE_LIMIT = 8
 """So many sequences failing alone, one after the other and no step between them going well, are the device's
 fault."""
+ALONE_LIMIT = 2
+"""So many failures of one kind, of steps of one sequence alone, condemn it."""
+HUNG_ALONE_LIMIT = 3
+"""The same for steps that did not end in time."""
+ANY_ALONE_LIMIT = 3
+"""So many failures of any kinds do, too."""
+
+
+class DeviceLoss(NamedTuple):
+    """What has come of the loss of a device.
+
+    Attributes:
+        number: Of this loss: 0, 1, 2 …
+        ends: The ends of the request that was found to be the cause, if one was.
+        explained: Numbers of the losses that were its fault.
+    """
+
+    number: int
+    ends: list[TokenDelta]
+    explained: frozenset[int]
 
 
 class StepFailures:
@@ -31,6 +59,7 @@ class StepFailures:
         self._step_limit = step_limit
         self._budget = budget
         self._num_failed_alone = 0  # since a step went well
+        self._num_losses = 0
         self._num_failed_steps = 0
         self._num_replayed_sequences = 0
         self._num_failed_sequences = 0
@@ -43,9 +72,9 @@ class StepFailures:
     def fail(self, step_id: int, error: StepFailed) -> list[TokenDelta]:
         """Account for a step that raised: its sequences are set back to their known tokens and suspected.
 
-        Their clients notice nothing but a pause, unless it was a step of one suspect alone: that one ends
-        with `error`. What the step should have written to the KV cache is forgotten; a sequence of a later
-        step in flight that read it computes again from its known tokens.
+        Their clients notice nothing but a pause, unless it was a step of one suspect alone, and not the first
+        such: its request ends with `error`. What the step should have written to the KV cache is forgotten; a
+        sequence of a later step in flight that read it computes again from its known tokens.
 
         Returns:
             The end of the culprit, if that was it.
@@ -93,7 +122,7 @@ class StepFailures:
         live.release_unmentioned(entry)
         return deltas
 
-    def lose_device(self, lost_by: DeviceLost | None = None) -> list[TokenDelta]:
+    def lose_device(self, lost_by: DeviceLost | None = None) -> DeviceLoss:
         """Forget the steps in flight and all that the device held: everybody waits with its known tokens.
 
         Outputs of those steps are not to be applied any more. Suspects are tried first, as before, and those
@@ -103,13 +132,17 @@ class StepFailures:
             lost_by: What the oldest step in flight lost the device by; None if that step is not the cause.
 
         Returns:
-            The end of a sequence that lost the device alone, twice.
+            What has come of it: a request may have been found to be the cause, which has ended then.
         """
         live = self._live
-        deltas = [] if lost_by is None or not live.in_flight else self._judge_loss(lost_by)
+        number = self._num_losses
+        self._num_losses += 1
+        loss = DeviceLoss(number, [], frozenset())
+        if lost_by is not None and live.in_flight:
+            loss = self._judge_loss(lost_by, number)
         self._num_failed_alone = 0
         self._num_replayed_sequences += live.forget_device()
-        return deltas
+        return loss
 
     def note_good(self, entry: StepInFlight) -> None:
         """Note that a step went well and is applied: who was tried in it is suspected no longer."""
@@ -140,28 +173,20 @@ class StepFailures:
             self._step_limit.lower(max_tokens)
         if not failed:
             return []
-        if not entry.is_trial:
-            live.suspects.add(failed, max_tokens)
-            had_failed_alone = False
-        else:
-            had_failed_alone = live.suspects.first.has_failed_alone
+        if entry.is_trial:
             live.suspects.narrow(failed, max_tokens)
-        if not is_alone:
-            return []
+        else:
+            live.suspects.add(failed, max_tokens)
         # With too little memory it may do with a smaller step, as long as there is one.
         is_least = num_tokens == 1 or bool(entry.searches)
         fails_alone = is_least or not isinstance(error, StepOutOfMemory)
-        if had_failed_alone and fails_alone:
-            rows = live.rows_of(failed[0])
-            self._num_failed_alone += 1
-            self._num_failed_sequences += len(rows)
-            self._num_replayed_sequences -= len(rows)
-            return [live.end_with_error(row, error) for row in rows]
-        if live.suspects.first.sequences == failed:
-            live.suspects.first.has_failed_alone = had_failed_alone or fails_alone
-        return []
+        if not (is_alone and fails_alone and self._is_condemned(failed, error)):
+            return []
+        self._num_failed_alone += 1
+        self._num_replayed_sequences -= len(live.rows_of(failed[0]))
+        return self._end_request_of(failed[0], error)
 
-    def _judge_loss(self, error: DeviceLost) -> list[TokenDelta]:
+    def _judge_loss(self, error: DeviceLost, number: int) -> DeviceLoss:
         """Suspect the live sequences of the step that lost the device, or end the one that did so alone."""
         live = self._live
         entry = live.in_flight[0]
@@ -177,25 +202,40 @@ class StepFailures:
                 suspect.trial_len = suspect.trial_len or scheduled.start + scheduled.num_tokens
             if is_blamed:
                 failed.append(suspect)
+        loss = DeviceLoss(number, [], frozenset())
         if not failed:
-            return []
-        had_failed_alone = entry.is_trial and live.suspects.first.has_failed_alone
+            return loss
         if entry.is_trial:
-            live.suspects.narrow(failed, self._budget, one_by_one=True)
+            live.suspects.narrow(failed, self._budget, loss=number)
         else:
-            live.suspects.add(failed, self._budget, one_by_one=True)
-        if len(set(map(live.representative, entry.states))) > 1:
-            return []
-        if had_failed_alone:
-            rows = live.rows_of(failed[0])
-            self._num_failed_sequences += len(rows)
-            alone = StepFailed(
-                f"computed alone, it lost the device again: {error}", step_id=entry.plan.step_id
-            )
-            return [live.end_with_error(row, alone) for row in rows]
-        if live.suspects.first.sequences == failed:
-            live.suspects.first.has_failed_alone = True
-        return []
+            live.suspects.add(failed, self._budget, loss=number)
+        is_alone = len(set(map(live.representative, entry.states))) == 1
+        if not (is_alone and self._is_condemned(failed, error)):
+            return loss
+        explained = live.suspects.first.losses
+        alone = StepFailed(f"computed alone, it lost the device again: {error}", step_id=entry.plan.step_id)
+        return DeviceLoss(number, self._end_request_of(failed[0], alone), explained)
+
+    def _is_condemned(self, failed: list[SequenceState], error: AsyncserveError) -> bool:
+        """Note that a step of a suspect alone failed; return whether it is found guilty."""
+        group = self._live.suspects.first
+        if group.sequences != failed:
+            return False  # a step planned before there were suspects: others are tried first
+        kind = type(error)
+        group.failed_alone[kind] += 1
+        limit = HUNG_ALONE_LIMIT if kind is DeviceHung else ALONE_LIMIT
+        return group.failed_alone[kind] >= limit or group.failed_alone.total() >= ANY_ALONE_LIMIT
+
+    def _end_request_of(self, culprit: SequenceState, error: StepFailed) -> list[TokenDelta]:
+        """End a culprit and whatever else its request has: that would fail as well, one by one."""
+        live = self._live
+        request = culprit.tokenized.request
+        ended: list[SequenceState] = []
+        for sequence in list(live.sequences.values()):
+            if sequence.tokenized.request is request and sequence.status is not SequenceStatus.ENDED:
+                ended += live.discard(sequence)
+        self._num_failed_sequences += len(ended)
+        return [live.failure_of(sequence, error) for sequence in ended]
 
     def _set_back(self, sequence: SequenceState, start: int) -> None:
         """Take a sequence back to position `start`: what steps in flight compute of it from there is wrong.

@@ -37,6 +37,7 @@ class Source(enum.Enum):
     COLLECTOR = "collector"
     HTTP = "http"
     TRACING = "tracing"
+    KV_EVENTS = "kv events"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,10 +378,16 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "failed_sequences_total",
         "sequences",
-        "Sequences that ended with an error because a step of theirs alone failed.",
+        "Sequences of requests that ended because a step of one of them alone failed or lost the device.",
         Source.COLLECTOR,
     ),
     _counter("device_restarts_total", "restarts", "Times a lost device was opened anew.", Source.COLLECTOR),
+    _counter(
+        "explained_device_losses_total",
+        "losses",
+        "Losses of the device by the fault of one request, which has ended.",
+        Source.COLLECTOR,
+    ),
     _gauge("device_is_lost", "", "1 while a lost device is being opened anew, else 0."),
     # The step.
     _histogram(
@@ -447,6 +454,15 @@ METRICS: tuple[MetricDefinition, ...] = (
         "Requests whose trace was sent to the collector (exported) or was not (dropped), as it did not answer"
         " or too many waited.",
         Source.TRACING,
+        ("outcome",),
+    ),
+    # Events of the prefix cache: only with --kv-events-config.
+    _counter(
+        "kv_event_batches_total",
+        "batches",
+        "Batches of KV events that were published (sent) or were left to be asked for, as too many waited"
+        " (left_out). What a subscriber misses because it reads too slowly shows in its numbers alone.",
+        Source.KV_EVENTS,
         ("outcome",),
     ),
 )

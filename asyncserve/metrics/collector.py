@@ -50,6 +50,42 @@ class TracingCollector(Collector):
         yield counter
 
 
+class PublishedKVEvents(Protocol):
+    """Who publishes KV events, as far as it is counted here."""
+
+    @property
+    def num_sent(self) -> int:
+        """Batches that were sent."""
+
+    @property
+    def num_left_out(self) -> int:
+        """Batches that were not."""
+
+
+class KVEventsCollector(Collector):
+    """Exposes how many batches of KV events were published; the caller registers it.
+
+    Args:
+        published: Asked at each scrape.
+        model_name: Value of the label `model_name`.
+    """
+
+    def __init__(self, published: PublishedKVEvents, model_name: str) -> None:
+        self._published = published
+        self._common = (model_name, ENGINE)
+
+    def describe(self) -> Iterable[Metric]:
+        """Name the metrics that `collect` gives."""
+        return empty_families(Source.KV_EVENTS)
+
+    def collect(self) -> Iterable[Metric]:
+        """Give Prometheus the numbers of this moment."""
+        counter = counter_family("kv_event_batches_total")
+        counter.add_metric((*self._common, "sent"), self._published.num_sent)
+        counter.add_metric((*self._common, "left_out"), self._published.num_left_out)
+        yield counter
+
+
 class EngineCollector(Collector):
     """Exposes the engine's state; the caller registers it.
 
@@ -120,6 +156,7 @@ class EngineCollector(Collector):
         yield self._counter("replayed_sequences_total", now.num_replayed_sequences)
         yield self._counter("failed_sequences_total", now.num_failed_sequences)
         yield self._counter("device_restarts_total", now.num_device_restarts)
+        yield self._counter("explained_device_losses_total", now.num_explained_losses)
         yield self._gauge("device_is_lost", {(): float(now.device_is_lost)})
         yield self._counter("num_pauses_total", now.num_pauses)
         yield self._counter("deadlines_missed_total", now.num_deadlines_missed)

@@ -64,3 +64,47 @@ def test_a_device_that_is_lost_for_good_ends_the_process_with_status_70(model: P
         assert answer.json()["error"]["code"] == "engine_stopped"
         assert server.wait() == 70
         assert "start the server anew" in server.log
+
+
+def test_requests_that_lose_the_device_end_alone_and_never_the_process(model: Path) -> None:
+    culprit = {**ask("x"), "prompt": [5, 300, 5]}
+    environ = {"ASYNCSERVE_FAULTS": "lose-device=token:300"}
+    with (
+        running_server(model, *OPTIONS, environ=environ) as server,
+        concurrent.futures.ThreadPoolExecutor(len(PROMPTS) + 1) as clients,
+    ):
+        undisturbed = [server.post("/v1/completions", ask(prompt)).json() for prompt in PROMPTS]
+        for num_culprits in range(1, 5):
+            answers = clients.map(lambda prompt: server.post("/v1/completions", ask(prompt)), PROMPTS)
+            # A client with nobody else beside it that tries again, too.
+            refused = [server.post("/v1/completions", {**culprit, "n": num_culprits}) for _ in range(2)]
+            for answer in refused:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (500, "step_failed")
+            for answer, expected in zip(answers, undisturbed, strict=True):
+                assert answer.json()["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+        health = server.get("/health").json()
+        assert health["status"] == "ok"
+        assert health["num_device_restarts"] == health["num_explained_losses"] >= 2 * 2 * 4
+        assert server.get("/ready").status_code == 200
+        for metric, in_health in (
+            ("device_restarts", "device_restarts"),
+            ("explained_device_losses", "explained_losses"),
+        ):
+            assert server.metric(f"asyncserve:{metric}_total") == health[f"num_{in_health}"]
+        assert server.metric("asyncserve:failed_sequences_total") == 2 * (1 + 2 + 3 + 4)
+        assert server.metric("asyncserve:device_is_lost") == 0
+        assert server.log.count("so that request ends") == 2 * 4
+        server.wait_idle()
+
+
+def test_a_device_that_loses_itself_with_every_step_ends_the_process_with_status_70(model: Path) -> None:
+    with (
+        running_server(model, *OPTIONS, environ={"ASYNCSERVE_FAULTS": "lose-device=every:1"}) as server,
+        concurrent.futures.ThreadPoolExecutor(8) as clients,
+    ):
+        answers = list(
+            clients.map(lambda number: server.post("/v1/completions", ask(f"x{number}")), range(8))
+        )
+        assert {answer.status_code for answer in answers} <= {500, 503}
+        assert server.wait() == 70
+        assert "no step went well in between" in server.log

@@ -474,8 +474,23 @@ def test_default_context_is_what_a_small_pool_holds() -> None:
     _, info = start_runner(
         dummy_checkpoint(), device="cpu", load_format="dummy", num_gpu_blocks_override=5, num_threads=1
     )
-    assert info.max_model_len == 64
+    assert (info.max_model_len, info.len_is_of) == (64, "kv_cache")
     assert (info.num_slots, info.max_unapplied) == (64, 2)
+
+
+def test_what_sets_the_length_of_a_sequence_is_told() -> None:
+    checkpoint = dummy_checkpoint()
+    longest = context_len(checkpoint.config)
+    for asked, len_is_of in ((None, "model"), (longest, "model"), (longest - 1, "option")):
+        _, info = start_runner(
+            checkpoint,
+            device="cpu",
+            load_format="dummy",
+            num_gpu_blocks_override=longest // 16 + 8,
+            max_model_len=asked,
+            num_threads=1,
+        )
+        assert (info.max_model_len, info.len_is_of) == (asked or longest, len_is_of)
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,21 @@ class Subscriber:
         endpoints: Of the publisher: PUB and ROUTER.
         topic: What it subscribes to.
         kind: Of the socket that asks for batches again.
+        most_waiting: Messages kept here until they are received; 0 for any number.
     """
 
-    def __init__(self, endpoints: tuple[str, str | None], *, topic: str = "", kind: int = zmq.DEALER) -> None:
+    def __init__(
+        self,
+        endpoints: tuple[str, str | None],
+        *,
+        topic: str = "",
+        kind: int = zmq.DEALER,
+        most_waiting: int = 0,
+    ) -> None:
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
+        self._sub.set_hwm(most_waiting)
         self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._sub.connect(endpoints[0])
         self._asking: zmq.Socket[bytes] | None = None
@@ -63,6 +72,10 @@ class Subscriber:
             self._asking.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
             self._asking.set_hwm(0)
             self._asking.connect(endpoints[1])
+
+    def has_heard(self, within_ms: int) -> bool:
+        """Return whether there is a message."""
+        return bool(self._sub.poll(within_ms))
 
     def receive(self) -> tuple[bytes, int, EventBatch]:
         """Return topic, number and batch of the next message."""

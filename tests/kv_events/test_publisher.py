@@ -148,6 +148,7 @@ def test_what_comes_too_fast_is_left_out_leaves_a_gap_in_the_numbers_and_can_be_
         numbers = [subscriber.receive()[1] for _ in range(6)]
     assert numbers == [first, *range(first + 16, first + 21)]
     assert publisher.num_left_out == 15
+    assert publisher.num_sent == publisher.num_told - 15
     assert caplog.text.count("come faster than they are sent") == 1
     missed = subscriber.ask(first + 1)
     assert [number_of(batch) for _, batch in missed] == list(range(first + 1, first + 21))

@@ -50,6 +50,14 @@ def test_every_value_is_read() -> None:
         ('{"max_queue_size": "many"}', r"Expected `int`, got `str` - at `\$\.max_queue_size`"),
         ('{"enable_kv_cache_events": 1}', "Expected `bool`, got `int`"),
         ('{"topic": "\udc80"}', "surrogates not allowed"),
+        (
+            '{"endpoint": "inproc://events"}',
+            "endpoint is 'inproc://events', which links threads of one process",
+        ),
+        (
+            '{"replay_endpoint": "inproc://x"}',
+            "replay_endpoint is 'inproc://x'.* tcp:// and ipc:// reach others",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_said(text: str, message: str) -> None:

@@ -40,6 +40,9 @@ class CacheMirror:
                     "the tokens do not give the hashes"
                 )
                 assert known.isdisjoint(event.digests), "what is stored was stored already"
+                # What a window has passed may be gone.
+                is_known = event.parent is None or event.parent in known
+                assert is_known or event.window_len is not None, "a parent is stored before its children"
                 known.update(event.digests)
 
     def check(self, allocator: KVAllocator) -> None:

@@ -84,6 +84,8 @@ class Bench:
         """Seconds that the device says it took for a step; 0: it does not."""
         self.num_failed_steps = 0
         self.num_losses = 0
+        self.explained: set[int] = set()
+        """Numbers of the losses that were found to be a culprit's fault."""
         self.num_operations = 0
         """Sequences added, aborted, paused and resumed, steps planned, applied and failed, devices lost."""
         self._holders: dict[int, int] = {}  # slot → sequence id
@@ -252,13 +254,16 @@ class Bench:
         assert not ended or self.sequence_ids(plan) <= ended, "only what fails alone ends"
         return deltas
 
-    def lose_device(self, *, by_step: bool = True) -> list[TokenDelta]:
+    def lose_device(self, kind: type[DeviceLost] = DeviceLost, *, by_step: bool = True) -> list[TokenDelta]:
         """Let the device forget everything, by the oldest step or by itself, and open it anew."""
         oldest = self.in_flight[0] if self.in_flight and by_step else None
         self.in_flight.clear()
         self.num_losses += 1
         self.num_operations += 1
-        deltas = self._deliver(self.scheduler.lose_device(DeviceLost("gone") if oldest else None))
+        loss = self.scheduler.lose_device(kind("gone") if oldest else None)
+        assert loss.number == self.num_losses - 1
+        self.explained |= loss.explained
+        deltas = self._deliver(loss.ends)
         for delta in deltas:
             assert isinstance(delta.error, StepFailed)
             assert oldest is not None

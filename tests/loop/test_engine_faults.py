@@ -10,6 +10,7 @@ import pytest
 from asyncserve.errors import DeviceLost, EngineStopped, StartupError, StepFailed
 from asyncserve.faults import Faults, FaultyExecutor, FaultyTokenizer, Trigger
 from asyncserve.loop.engine import Engine
+from asyncserve.loop.restart_budget import LOSSES_OF_A_CULPRIT
 from asyncserve.observer import NullObserver
 from asyncserve.request import FinishReason, TokensPrompt
 from asyncserve.step import ExecutorInfo
@@ -28,6 +29,10 @@ def prompt(first: int, num_tokens: int = 5) -> list[int]:
 
 def send(b: Bench, first: int, **options: Any) -> RecordingSink:
     return b.send(TokensPrompt(token_ids=prompt(first)), str(first), **options)
+
+
+def send_some(b: Bench, number: int, **options: Any) -> RecordingSink:
+    return b.send(TokensPrompt(token_ids=prompt(number % 400)), f"number {number}", **options)
 
 
 def expected(first: int, num_tokens: int = 6) -> list[int]:
@@ -62,7 +67,7 @@ async def test_the_culprit_of_failed_steps_ends_with_the_error_and_all_others_ge
         assert 0 < statistics.num_retried_steps < 12
         assert b.observer.reasons == {FinishReason.ERROR: 2, FinishReason.LENGTH: 6}
     logged = messages(caplog, logging.ERROR)
-    assert sum("computed alone, so that request ends" in message for message in logged) == 2
+    assert sum("computed alone, so that request ends" in message for message in logged) == 1
     assert len(logged) == statistics.num_failed_steps
 
 
@@ -260,6 +265,88 @@ async def test_an_injected_culprit_ends_alone(kind: str) -> None:
                 assert answer.token_ids == expected(first, 20)
 
 
+@pytest.mark.parametrize("kind", ["fail_step", "lose_device"])
+async def test_the_choices_of_a_culprit_end_together_however_many(kind: str) -> None:
+    executor = faulty(**{kind: Trigger(token_id=CULPRIT)})
+    async with bench(executor=executor, settles=False, max_device_restarts=3) as b:
+        innocent = send(b, 3, max_tokens=20)
+        culprit = send(b, CULPRIT, n=12)
+        await culprit.wait()
+        assert {culprit.choice(index).finish_reason for index in range(12)} == {FinishReason.ERROR}
+        assert (await innocent.wait()).choice().token_ids == expected(3, 20)
+        await b.until(lambda: b.engine.statistics().num_unapplied_steps == 0)
+        statistics = b.engine.statistics()
+        assert (statistics.num_running, statistics.num_waiting, statistics.num_blocks_used) == (0, 0, 0)
+        assert statistics.num_failed_sequences == 12
+        assert statistics.num_device_restarts == statistics.num_explained_losses
+        assert statistics.num_device_restarts == (0 if kind == "fail_step" else 3)
+        assert b.engine.failure is None
+
+
+async def test_any_number_of_requests_that_lose_the_device_ends_neither_the_engine_nor_others() -> None:
+    executor = faulty(lose_device=Trigger(token_id=CULPRIT))
+    async with bench(executor=executor, settles=False, max_device_restarts=3) as b:
+        for number in range(12):
+            innocents = {first: send(b, first, max_tokens=20) for first in (3, 5)}
+            culprit = b.send(TokensPrompt(token_ids=prompt(CULPRIT)), f"culprit {number}")
+            await culprit.wait()
+            assert culprit.choice().finish_reason is FinishReason.ERROR
+            for first, sink in innocents.items():
+                assert (await sink.wait()).choice().token_ids == expected(first, 20)
+        statistics = b.engine.statistics()
+        assert 24 <= statistics.num_device_restarts == statistics.num_explained_losses <= 36
+        assert statistics.num_failed_sequences == 12
+        assert b.engine.is_accepting
+
+
+async def test_many_requests_at_once_that_lose_the_device_end_and_those_that_run_go_on() -> None:
+    executor = faulty(lose_device=Trigger(token_id=CULPRIT))
+    async with bench(executor=executor, settles=False, max_device_restarts=3) as b:
+        innocents = {first: send(b, first, max_tokens=40) for first in range(3, 19, 2)}
+        await b.until(lambda: all(sink.outputs for sink in innocents.values()))
+        culprits = [b.send(TokensPrompt(token_ids=prompt(CULPRIT)), f"culprit {each}") for each in range(7)]
+        for culprit in culprits:
+            await culprit.wait()
+            assert culprit.choice().finish_reason is FinishReason.ERROR
+        for first, sink in innocents.items():
+            assert (await sink.wait()).choice().token_ids == expected(first, 40)
+        assert b.engine.statistics().num_failed_sequences == 7
+
+
+@pytest.mark.parametrize("num_requests", [1, 40])
+async def test_a_device_that_loses_itself_whatever_it_computes_is_given_up_after_bounded_restarts(
+    num_requests: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = faulty(lose_device=Trigger(every=1))
+    async with bench(executor=executor, settles=False, max_device_restarts=2) as b:
+        number = 0
+        while b.engine.failure is None:
+            sinks = [send_some(b, number + each) for each in range(num_requests)]
+            number += num_requests
+            for sink in sinks:
+                await sink.wait()
+            assert number < 1000
+            await b.turn(50)
+        await b.engine.wait_stopped()
+        assert "no step went well in between" in str(b.engine.failure)
+        statistics = b.engine.statistics()
+        assert statistics.num_device_restarts == 2 * LOSSES_OF_A_CULPRIT
+
+
+async def test_losses_that_are_nobodys_fault_count_though_culprits_are_found_between_them() -> None:
+    executor = faulty(lose_device=Trigger(every=9))
+    async with bench(executor=executor, settles=False, max_device_restarts=3) as b:
+        number = 0
+        while b.engine.failure is None:
+            sink = send_some(b, number, max_tokens=20)
+            number += 1
+            await sink.wait()
+            assert number < 1000
+            await b.turn(50)
+        assert "as often as it may be" in str(b.engine.failure)
+        assert b.engine.statistics().num_device_restarts == 3
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -295,3 +382,29 @@ async def test_an_injected_fault_of_the_tokenizer_refuses_that_prompt_alone() ->
         await poisoned.wait()
         assert "injected fault" in str(poisoned.error)
         assert (await good.wait()).choice().finish_reason is FinishReason.LENGTH
+
+
+async def test_a_device_that_computes_a_part_of_each_prompt_and_no_more_is_given_up() -> None:
+    class TiringExecutor(FakeExecutor):
+        num_since_opened = 0
+
+        def submit(self, plan: Any) -> "asyncio.Future[Any]":
+            self.num_since_opened += 1
+            if self.num_since_opened == 2:
+                self.lose_device_at(plan.step_id)
+            return super().submit(plan)
+
+        async def restart(self) -> ExecutorInfo:
+            self.num_since_opened = 0
+            return await super().restart()
+
+    executor = TiringExecutor(fake_info(vocab_size=VOCAB_SIZE, max_num_batched_tokens=8))
+    async with bench(executor=executor, settles=False, max_device_restarts=2) as b:
+        number = 0
+        while b.engine.failure is None:
+            sink = b.send(TokensPrompt(token_ids=prompt(number % 400, 30)), f"number {number}")
+            number += 1
+            await sink.wait()
+            assert number < 100
+            await b.turn(50)
+        assert "no step went well in between" in str(b.engine.failure)

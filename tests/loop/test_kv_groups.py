@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from asyncserve.cache_events import BlocksRemoved, BlocksStored, CacheEvent
 from asyncserve.errors import ConfigError
 from asyncserve.kv_spec import FullAttention, KVGroup, SlidingWindow
+from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.observer import RequestTimeline
@@ -69,6 +71,30 @@ def test_a_match_ends_at_the_first_block_that_differs() -> None:
     compute(allocator, sequence_of(list(range(12))))
     changed = [*range(4), 99, *range(5, 13)]
     assert len(allocator.match_prefix(sequence_of(changed))[0]) == 1
+
+
+def test_a_copy_of_blocks_that_are_gone_becomes_findable_with_what_follows_it() -> None:
+    told: list[CacheEvent] = []
+    log = CacheLog(told.extend)
+    allocator = KVAllocator([group(0, 12)], enable_prefix_caching=True, chunk_len=64, cache_log=log)
+    first, second = sequence_of(list(range(9))), sequence_of(list(range(9)))
+    for sequence in (first, second):  # both are computed before either can be found
+        assert allocator.take(sequence, allocator.match_prefix(sequence), 0)
+    for sequence in (first, second):
+        sequence.num_computed_tokens = 9
+        allocator.prefix_cache.register(sequence)
+    allocator.release(first)
+    allocator.pool.allocate(allocator.pool.num_free, 0)
+    second.token_ids.extend([50, 51, 52])
+    second.num_computed_tokens = 12
+    allocator.prefix_cache.register(second)
+    found = allocator.match_prefix(sequence_of([*second.token_ids, 99]))
+    assert tuple(found) == second.block_table.block_ids
+    log.flush()
+    kinds = [type(event) for event in told]
+    assert kinds == [BlocksStored, BlocksRemoved, BlocksStored]
+    assert isinstance(told[2], BlocksStored)
+    assert (told[2].parent, len(told[2].digests)) == (None, 3)
 
 
 def test_sequences_with_different_salts_share_nothing() -> None:

@@ -1,4 +1,6 @@
 from array import array
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -830,6 +832,7 @@ def test_what_exceeds_the_context_is_refused_with_the_numbers(
     ("prompt_len", "max_output_len", "message", "param"),
     [
         (20, 1, "has 20 tokens; the KV cache of 20 tokens", "prompt"),
+        (400, 1, "has 400 tokens; the KV cache of 20 tokens", "prompt"),
         (15, 6, "has 15 tokens, max_tokens is 6, 21 together; the KV cache holds 20", "max_tokens"),
     ],
 )
@@ -841,6 +844,20 @@ def test_what_exceeds_the_pool_is_refused_with_the_numbers(
     with pytest.raises(PromptTooLong, match=message) as info:
         bench.scheduler.limits.check(prompt_len, max_output_len)
     assert info.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("len_is_of", "holder"),
+    [("option", "the context that --max-model-len allows here"), ("kv_cache", "the KV cache")],
+)
+def test_a_context_that_was_cut_is_not_called_the_models(
+    len_is_of: Literal["option", "kv_cache"], holder: str
+) -> None:
+    limits = Bench(replace(fake_info(max_model_len=32), len_is_of=len_is_of)).scheduler.limits
+    with pytest.raises(PromptTooLong, match=f"has 32 tokens; {holder} of 32 tokens must hold"):
+        limits.check(32, 1)
+    with pytest.raises(PromptTooLong, match=f"33 together; {holder} holds 32"):
+        limits.check(30, 3)
 
 
 def test_a_sequence_as_long_as_the_whole_pool_is_served() -> None:

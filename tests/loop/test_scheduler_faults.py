@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncserve.errors import StepFailed, StepOutOfMemory
+from asyncserve.errors import DeviceHung, DeviceLost, StepFailed, StepOutOfMemory
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.loop.step_failures import FAILED_ALONE_LIMIT
 from asyncserve.loop.step_limit import STEPS_KEPT_SMALL
 from asyncserve.observer import EngineStatistics, RequestTimeline
-from asyncserve.request import FinishReason
+from asyncserve.request import FinishReason, TokenDelta
 from asyncserve.step import StepPlan
 from tests.fakes.executor import fake_continuation, fake_info
 from tests.loop.scheduling import Bench
@@ -361,6 +361,129 @@ def test_who_loses_the_device_whenever_it_is_computed_ends_after_three_losses_an
         assert bench.tokens_of(waiting) == expected(prompt(5, 99), 3)
         assert bench.num_losses <= 3
         assert bench.statistics().num_failed_sequences == 1
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_losses_of_a_culprit_are_explained_by_its_end_and_no_others(ahead: bool) -> None:
+    bench = crowd(5, async_scheduling=ahead)
+    bench.step()
+    bench.must_plan()
+    bench.lose_device()
+    for _ in range(5):
+        bench.step()
+    bench.lose_device(by_step=False)
+    assert bench.explained == set()
+    bench.loses_device = True
+    bench.culprits = {1: 8, 3: 8}
+    bench.run()
+    assert bench.num_losses == 2 + 1 + 2 + 2
+    assert bench.explained == set(range(2, 7))
+
+
+def test_newcomers_to_a_step_that_lost_the_device_are_tried_first_and_others_between_them() -> None:
+    bench = crowd(6)
+    for sequence_id in (3, 4, 5):
+        bench.abort(sequence_id)
+    bench.step()
+    newcomers = [bench.add(prompt(5, first), max_tokens=4) for first in (50, 60)]
+    bench.must_plan()
+    bench.lose_device()
+    tried = [bench.sequence_ids(bench.step()[0]) for _ in range(5)]
+    assert tried == [{newcomers[0]}, {0}, {newcomers[1]}, {1}, {2}]
+    bench.run()
+
+
+Failure = type[StepFailed] | type[DeviceLost]
+
+
+def strike(bench: Bench, kind: Failure) -> list[TokenDelta]:
+    """Let the step in flight fail in some way."""
+    return bench.lose_device(kind) if issubclass(kind, DeviceLost) else bench.fail(kind)
+
+
+def in_trial(bench: Bench, num_sequences: int) -> None:
+    """Let a step of so many sequences fail, and plan a trial of the first alone."""
+    assert num_sequences == bench.info.num_slots
+    bench.step()
+    bench.must_plan()
+    bench.lose_device(by_step=True)
+    assert bench.sequence_ids(bench.must_plan()) == {0}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (StepFailed, DeviceLost),
+        (DeviceLost, StepFailed),
+        (StepFailed, DeviceHung),
+        (DeviceHung, DeviceHung),
+        (DeviceHung, DeviceLost),
+        (DeviceLost, DeviceHung),
+    ],
+    ids=lambda kinds: " ".join(kind.__name__ for kind in kinds),
+)
+def test_unrelated_faults_that_strike_a_trial_one_after_the_other_end_nobody(
+    kinds: tuple[Failure, ...],
+) -> None:
+    bench = crowd(3)
+    in_trial(bench, 3)
+    for kind in kinds:
+        assert strike(bench, kind) == []
+        assert bench.sequence_ids(bench.must_plan()) == {0}
+    bench.run()
+    for sequence_id in range(3):
+        assert bench.tokens_of(sequence_id) == expected(prompt(5, sequence_id), 8)
+    assert bench.explained == set()
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (StepFailed, StepFailed),
+        (DeviceLost, DeviceLost),
+        (DeviceHung, DeviceHung, DeviceHung),
+        (DeviceHung, DeviceLost, DeviceHung),
+        (StepFailed, DeviceLost, StepFailed),
+        (StepFailed, DeviceHung, DeviceLost),
+    ],
+    ids=lambda kinds: " ".join(kind.__name__ for kind in kinds),
+)
+def test_who_fails_alone_again_and_again_in_one_way_or_in_many_ends(kinds: tuple[Failure, ...]) -> None:
+    bench = crowd(3)
+    in_trial(bench, 3)
+    for kind in kinds:
+        assert bench.received[0].end is None
+        strike(bench, kind)
+        bench.plan()
+    bench.run()
+    assert bench.received[0].finish_reason is FinishReason.ERROR
+    for sequence_id in (1, 2):
+        assert bench.tokens_of(sequence_id) == expected(prompt(5, sequence_id), 8)
+
+
+def test_a_trial_that_goes_well_clears_a_sequence_of_all_that_was_before() -> None:
+    bench = crowd(2)
+    in_trial(bench, 2)
+    for _ in range(4):
+        assert bench.lose_device() == []
+        bench.step()  # its trial
+        bench.step()  # that of the other
+        bench.must_plan()
+        assert bench.lose_device() == []
+        assert bench.sequence_ids(bench.must_plan()) == {0}
+    bench.run()
+    assert bench.statistics().num_failed_sequences == 0
+
+
+def test_lacking_memory_for_one_token_once_and_losing_the_device_once_ends_nobody() -> None:
+    bench = crowd(1)
+    bench.step()
+    bench.must_plan()
+    assert bench.fail(StepOutOfMemory) == []
+    bench.must_plan()
+    assert bench.lose_device() == []
+    bench.run()
+    assert bench.tokens_of(0) == expected(prompt(5, 0), 8)
 
 
 def test_a_device_that_is_lost_once_costs_nobody_anything_but_a_step_of_its_own() -> None:

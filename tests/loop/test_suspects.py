@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from asyncserve.errors import InvariantError
+from asyncserve.errors import DeviceLost, InvariantError
 from asyncserve.loop.sequence import SequenceState
 from asyncserve.loop.suspects import Suspects
 from asyncserve.observer import RequestTimeline
@@ -75,3 +75,30 @@ def test_a_step_whose_sequences_have_all_ended_leaves_nobody_to_suspect() -> Non
     tried.add([], 1)
     tried.narrow([], 1)
     assert not tried
+
+
+def test_those_of_a_step_that_lost_the_device_are_tried_one_by_one_new_ones_and_proven_ones_in_turn() -> None:
+    tried = Suspects()
+    sequences = suspects(6)
+    for proven in sequences[:4]:
+        proven.token_ids.append(2)
+    tried.add(sequences, 100, loss=0)
+    assert list(tried) == [sequences[each] for each in (4, 0, 5, 1, 2, 3)]
+    assert tried.first.sequences == [sequences[4]]
+
+
+def test_a_group_is_suspected_of_every_loss_that_it_had_a_part_in() -> None:
+    tried = Suspects()
+    sequences = suspects(4)
+    tried.add(sequences[:2], 100, loss=0)
+    tried.add(sequences[2:], 100)
+    assert tried.first.losses == {0}
+    tried.first.failed_alone[DeviceLost] += 1
+    tried.narrow(sequences[:1], 100, loss=1)
+    assert (tried.first.losses, tried.first.failed_alone[DeviceLost]) == ({0, 1}, 1)
+    tried.narrow(sequences[:1], 50)
+    assert (tried.first.losses, tried.first.failed_alone[DeviceLost]) == ({0, 1}, 1)
+    tried.clear(sequences[0])
+    assert (tried.first.losses, tried.first.failed_alone.total()) == ({0}, 0)
+    tried.clear(sequences[1])
+    assert tried.first.losses == frozenset()

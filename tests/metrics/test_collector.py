@@ -1,6 +1,6 @@
 from prometheus_client import CollectorRegistry
 
-from asyncserve.metrics.collector import EngineCollector, TracingCollector
+from asyncserve.metrics.collector import EngineCollector, KVEventsCollector, TracingCollector
 from asyncserve.observer import ChannelStatistics, EngineStatistics, KVGroupStatistics
 from tests.metrics.exposition import samples_of, value_of
 
@@ -127,3 +127,14 @@ def test_traces_are_counted_by_what_became_of_them() -> None:
     registry.register(TracingCollector(Traced(), "m"))
     outcomes = {s.labels["outcome"]: s.value for s in samples_of(registry, "traced_requests_total")}
     assert outcomes == {"exported": 5, "dropped": 2}
+
+
+def test_batches_of_kv_events_are_counted_by_what_became_of_them() -> None:
+    class Published:
+        num_sent = 7
+        num_left_out = 3
+
+    registry = CollectorRegistry()
+    registry.register(KVEventsCollector(Published(), "m"))
+    outcomes = {s.labels["outcome"]: s.value for s in samples_of(registry, "kv_event_batches_total")}
+    assert outcomes == {"sent": 7, "left_out": 3}

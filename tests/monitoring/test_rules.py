@@ -47,6 +47,7 @@ HEALTHY = {
     f'asyncserve:requests_rejected_total{{{SERVER},reason="invalid"}}': GROWING,
     f'asyncserve:traced_requests_total{{{SERVER},outcome="dropped"}}': STILL,
     f"asyncserve:device_restarts_total{{{SERVER}}}": STILL,
+    f"asyncserve:explained_device_losses_total{{{SERVER}}}": STILL,
     f"asyncserve:device_is_lost{{{SERVER}}}": f"0+0x{LENGTH}",
     f"asyncserve:failed_steps_total{{{SERVER}}}": STILL,
 } | {

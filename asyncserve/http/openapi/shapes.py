@@ -290,6 +290,9 @@ class HealthAnswer(Shape):
 
     status: Literal["ok"]
     num_device_restarts: Annotated[int, Meta(ge=0, description="Times a lost device was opened anew.")]
+    num_explained_losses: Annotated[
+        int, Meta(ge=0, description="Losses of the device by the fault of one request, which has ended.")
+    ]
     num_unapplied_steps: Annotated[int, Meta(ge=0, description="Steps the device has not finished.")]
     num_running: NotNegative
     num_waiting: NotNegative
