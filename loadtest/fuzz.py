@@ -134,7 +134,7 @@ class Fuzz:
         assert left.total() <= MAX_LAST_SINKS, f"still there: {dict(left)}"
 
     async def _read_document(self) -> bytes:
-        """Return it when the connection it came by is gone: one that is kept has a task, and ends any time."""
+        """Return it when the connection it came by is gone: one that is kept has a task, until it ends."""
         live = self._server.live
         document = (await live.call("/openapi.json", headers={"Connection": "close"})).body
         assert live.runner.server is not None

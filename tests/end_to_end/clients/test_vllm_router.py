@@ -13,6 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from loadtest.client import Client, Record
+from loadtest.server_process import free_port
 from loadtest.workload import Sample, random_tokens
 from tests.end_to_end.clients.environments import client_python
 from tests.end_to_end.server_process import TINY, ServerProcess
