@@ -30,7 +30,7 @@ from loadtest.metrics_page import totals
 from loadtest.workload import Sample, random_tokens, text
 
 HEALTH_INTERVAL_S = 0.05
-SETTLE_S = 10.0
+SETTLE_S = 60.0
 """How long the server may take to notice that everybody has left."""
 
 GAUGES_AT_REST = {

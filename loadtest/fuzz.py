@@ -45,6 +45,8 @@ ANSWER_S = 240.0
 time limit, by a process whose start takes as long as the machine is slow: only what hangs takes longer."""
 SETTLE_S = 120.0
 """How long it may take until nothing of a batch is left; grammars that nobody waits for are made first."""
+TURNS_TO_END = 10
+"""Of the loop, in which the tasks of a closed connection have ended."""
 MAX_LAST_SINKS = 8
 """A coroutine of the engine that waits for work still holds the last piece of work it had."""
 SERVER: Mapping[str, Any] = {
@@ -92,7 +94,7 @@ class Fuzz:
         self._server = server
         self._settle_s = settle_s
         self._seed = seed
-        self._document = orjson.loads(server.run(server.live.call("/openapi.json")).body)
+        self._document = orjson.loads(server.run(self._read_document()))
         self.answers = Answers(self._document)
         self._bodies = Bodies(self._document, (MODEL, "alias/of-it"))
         self._num_tasks = sys.maxsize
@@ -130,6 +132,17 @@ class Fuzz:
         """Raise AssertionError if sinks of ended calls are still there."""
         left = _sinks() - self._sinks_before
         assert left.total() <= MAX_LAST_SINKS, f"still there: {dict(left)}"
+
+    async def _read_document(self) -> bytes:
+        """Return it when the connection it came by is gone: one that is kept has a task, until it ends."""
+        live = self._server.live
+        document = (await live.call("/openapi.json", headers={"Connection": "close"})).body
+        assert live.runner.server is not None
+        num_turns = 0
+        while num_turns < TURNS_TO_END:
+            await asyncio.sleep(0.001)
+            num_turns = 0 if live.runner.server.connections else num_turns + 1
+        return document
 
     def _calls(self, method: str, path: str, operation: Mapping[str, Any]) -> st.SearchStrategy[Case]:
         content = operation.get("requestBody", {}).get("content", {}).get(JSON)

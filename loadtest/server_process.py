@@ -5,7 +5,9 @@ Takes a command line, gives a `ServerProcess`: its address, the times of its sta
 does not start. Blocking: whoever measures does nothing else meanwhile. Tests start theirs by it, too.
 """
 
+import contextlib
 import json
+import random
 import re
 import socket
 import subprocess
@@ -24,6 +26,9 @@ from loadtest.metrics_page import totals
 POLL_S = 0.02
 STOP_LIMIT_S = 30.0
 _READY = re.compile(r"ready on (\S+) after")
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_RANDOM = random.SystemRandom()
+"""Not the seeded one: processes that run at the same time must not choose the same."""
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Asks the server itself, whatever proxy the environment names."""
 
@@ -180,9 +185,18 @@ def command(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port that nobody listens on, and that the kernel gives to nobody who asks for any."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+        port = int(probe.getsockname()[1])
+    try:
+        first_given = int(_GIVEN_PORTS.read_text().split()[0])
+    except OSError:  # no Linux
+        return port
+    for _ in range(100):
+        chosen = _RANDOM.randint(first_given // 2, first_given)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", chosen)):
+            return chosen
+    return port
 
 
 @contextmanager

@@ -33,11 +33,15 @@ doubles the time that they take."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let hypothesis judge what a property says, not how long it takes; keep workers to a thread each."""
+    """Let hypothesis judge what a property says, not how long it takes, on the same cases in every run, and
+    on others with `--hypothesis-seed`; keep workers to a thread each."""
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     slow = [hypothesis.HealthCheck.too_slow]
-    hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=slow)
+    is_seeded = config.getoption("--hypothesis-seed", None) is not None
+    hypothesis.settings.register_profile(
+        "unhurried", deadline=None, suppress_health_check=slow, derandomize=not is_seeded
+    )
     hypothesis.settings.load_profile("unhurried")
 
 

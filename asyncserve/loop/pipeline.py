@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 REOPEN_LIMIT_S = 1800.0
 """Seconds within which a lost device must be open again, its model loaded; then the engine gives up."""
+HEARING_S = 0.1
+"""Seconds in which a step may still be heard to have ended when its time is over: a loop that stood still, as
+that of a process that was stopped or of a machine that slept, learns only now what happened meanwhile."""
 APPLIED_CAPACITY = 2
 """Steps the detokenizer may be behind before it holds up the scheduler, which has supplied the device by
 then: more would only let tokens grow old, and their plans with them."""
@@ -459,21 +462,30 @@ class Pipeline:
             elif isinstance(launched, DeviceLost):
                 raise InvariantError(f"step {plan.step_id} was withheld from a device that is not lost")
             else:
-                limit = asyncio.timeout(self._step_timeout_s)
                 try:
-                    async with limit:
-                        output = await launched
+                    output = await self._ended_in_time(plan, asyncio.ensure_future(launched))
                 except StepFailed as error:
                     output = error
                 except DeviceLost as error:
                     output = self._lost = error
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    output = self._lost = DeviceHung(
-                        f"step {plan.step_id} has not ended within {self._step_timeout_s:g} s"
-                    )
             self._completions.put_nowait(Completion(plan, output))
+
+    async def _ended_in_time(self, plan: StepPlan, step: "asyncio.Future[StepOutput]") -> StepOutput:
+        """Wait for a step, and give up on it when its time is over.
+
+        Raises:
+            StepFailed: It failed.
+            DeviceLost: Likewise, or it has not ended within the time a step may take.
+        """
+        try:
+            done, _ = await asyncio.wait((step,), timeout=self._step_timeout_s)
+            if not done:
+                done, _ = await asyncio.wait((step,), timeout=HEARING_S)
+            if not done:
+                raise DeviceHung(f"step {plan.step_id} has not ended within {self._step_timeout_s:g} s")
+            return step.result()
+        finally:
+            step.cancel()
 
     # ---- detokenize ------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import socket
 import subprocess
 from urllib.parse import urlsplit
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def curl(url: str, body: str) -> bytes:

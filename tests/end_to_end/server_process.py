@@ -50,7 +50,7 @@ class ServerProcess:
     def signal(self, number: int) -> None:
         self._server.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         return self._server.process.wait(timeout_s)
 
     def stop(self) -> None:
@@ -58,7 +58,7 @@ class ServerProcess:
         self._folder.cleanup()
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, timeout=60)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
@@ -73,7 +73,7 @@ class ServerProcess:
         assert values, f"no metric {name} with {labels}"
         return sum(values)
 
-    def wait_idle(self, timeout_s: float = 20.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until nothing runs, waits or holds a block."""
         deadline = time.monotonic() + timeout_s
         while True:

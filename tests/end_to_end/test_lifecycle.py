@@ -117,7 +117,7 @@ def test_the_live_page_is_there_and_its_feed_tells_of_the_engine(lasting_server:
     assert lasting_server.get("/").headers["Content-Type"] == "text/html; charset=utf-8"
     assert lasting_server.post("/v1/completions", ask(5)).status_code == 200
     lasting_server.wait_idle()
-    with httpx.stream("GET", lasting_server.url + "/pipeline/events", timeout=30) as response:
+    with httpx.stream("GET", lasting_server.url + "/pipeline/events", timeout=60) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: snapshot"
         snapshot = json.loads(next(lines).removeprefix("data: "))
@@ -162,7 +162,7 @@ def test_a_bad_start_ends_with_one_clear_message(model: Path, arguments: list[st
         [*COMMAND, *(a.format(model=model) for a in arguments)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
         env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode in (1, 2)
@@ -202,7 +202,7 @@ def test_an_unknown_architecture_names_the_known_ones(model: Path, tmp_path: Pat
         [*COMMAND, "--model", str(tmp_path), "--port", "0"],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
     )
     assert done.returncode == 1
     assert "FooForCausalLM" in done.stderr
@@ -216,7 +216,7 @@ def test_a_taken_port_is_named(lasting_server: ServerProcess, model: Path) -> No
         [*COMMAND, "--model", str(model), "--host", "127.0.0.1", "--port", port],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
     )
     assert done.returncode == 1
     assert port in done.stderr

@@ -91,7 +91,7 @@ def test_a_run_that_is_interrupted_leaves_whole_lines_and_is_gone_on_with(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=120)
     assert process.returncode == status, log.decode()
     assert b"goes on with what is left" in log
     assert b"Traceback" not in log, log.decode()
@@ -120,7 +120,7 @@ def test_lines_may_come_from_a_pipe_and_answers_go_into_one(model: Path) -> None
         process.stdin.write(json.dumps(request(name)).encode() + b"\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline())["custom_id"] == name
-    rest, log = process.communicate(b"no json", timeout=60)
+    rest, log = process.communicate(b"no json", timeout=120)
     assert json.loads(rest)["error"]["line"] == 3
     assert process.returncode == 3, log.decode()
 
@@ -133,7 +133,7 @@ def test_an_interrupted_run_that_waits_for_input_ends(model: Path) -> None:
     process.stdin.flush()
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(120) == 130
     process.communicate()
 
 
@@ -149,7 +149,7 @@ def test_files_that_cannot_be_used_are_named_before_anything_is_loaded(
     options: tuple[str, ...], message: bytes
 ) -> None:
     process = run_batch(Path("/no/such/model"), *options)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=120)
     assert process.returncode == 2
     assert message in log
     assert b"Traceback" not in log

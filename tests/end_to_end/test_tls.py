@@ -15,7 +15,7 @@ from tests.end_to_end.server_process import TINY, running_server
 from tests.fakes.tiny_model import tiny_llama_folder
 from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ def test_a_server_with_tls_takes_up_a_new_certificate_and_new_keys(tmp_path: Pat
                 headers={"Authorization": f"Bearer {key}"},
             )
             try:
-                with urllib.request.urlopen(request, context=client, timeout=30) as response:
+                with urllib.request.urlopen(request, context=client, timeout=60) as response:
                     return response.status, response.read()
             except urllib.error.HTTPError as error:
                 with error:

@@ -80,13 +80,13 @@ def test_a_server_that_is_out_of_files_all_the_same_goes_on_and_takes_clients_wh
         assert server.stdout is not None
         address = ("127.0.0.1", int(server.stdout.readline()))
         try:
-            connected = [clients.enter_context(socket.create_connection(address, 10)) for _ in range(60)]
+            connected = [clients.enter_context(socket.create_connection(address, 60)) for _ in range(60)]
             answers = [answer(client) for client in connected]
             assert answers.count(b"HTTP/1.1 404") + answers.count(b"") == 60
             assert 5 < answers.count(b"HTTP/1.1 404") < 40
             clients.close()
             while True:
-                with socket.create_connection(address, 10) as late:
+                with socket.create_connection(address, 60) as late:
                     if answer(late):
                         break
         finally:

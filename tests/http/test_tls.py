@@ -149,7 +149,7 @@ async def unread(live: Live, client: ssl.SSLContext, num_tokens: int) -> AsyncIt
 async def test_client_that_reads_nothing_piles_up_little_and_gets_everything_when_it_reads(
     authority: Authority,
 ) -> None:
-    length = 15_000
+    length = 5_000
     async with (
         live_server(
             next_token=spell("x" * length),

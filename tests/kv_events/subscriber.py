@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import zmq
 
-TIMEOUT_MS = 10_000
+TIMEOUT_MS = 60_000
 
 
 class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):

@@ -12,7 +12,7 @@ from asyncserve.kv_events import publisher as publisher_module
 from asyncserve.kv_events.publisher import SENT_AT_ONCE, KVEventPublisher
 from asyncserve.kv_events.settings import KVEventsSettings
 from asyncserve.kv_events.wire import external_hash
-from tests.kv_events.subscriber import BlockRemoved, BlockStored, Subscriber
+from tests.kv_events.subscriber import TIMEOUT_MS, BlockRemoved, BlockStored, Subscriber
 
 HELLO = 2**64 - 1
 
@@ -135,13 +135,13 @@ def test_what_comes_too_fast_is_left_out_leaves_a_gap_in_the_numbers_and_can_be_
 
     def slow(events: Any, now_s: float) -> bytes:
         waits.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return encode(events, now_s)
 
     with monkeypatch.context() as patched:
         patched.setattr(publisher_module, "encode_batch", slow)
         publisher.tell(removed(first))
-        assert waits.wait(10)
+        assert waits.wait(60)
         for number in range(first + 1, first + 21):
             publisher.tell(removed(number))
         go_on.set()
@@ -215,7 +215,7 @@ def test_to_an_address_without_a_wildcard_it_connects() -> None:
     try:
         listening = context.socket(zmq.SUB)
         listening.setsockopt_string(zmq.SUBSCRIBE, "")
-        listening.setsockopt(zmq.RCVTIMEO, 10_000)
+        listening.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
         port = listening.bind_to_random_port("tcp://127.0.0.1")
         publisher = KVEventPublisher(KVEventsSettings(endpoint=f"tcp://127.0.0.1:{port}"))
         try:

@@ -47,11 +47,11 @@ def test_the_program_finds_no_error_with_the_models_own_dtype_and_one_with_other
     text, file = tmp_path / "text.md", tmp_path / "out.json"
     text.write_text("a text of letters " * 30)
     arguments = ["--model", str(model), "--device", "cpu", "--dtype", "float32", "--text", str(text)]
-    assert main([*arguments, "--passages", "2", "--length", "200", "--json", str(file)]) == 0
+    assert main([*arguments, "--passages", "2", "--length", "80", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
     own, *others = content["results"]
     assert (own["kv_cache_dtype"], own["errors"]["max"], own["same_likeliest"]) == ("auto", 0.0, 1.0)
     means = [each["errors"]["mean"] for each in others]
     assert [each["kv_cache_dtype"] for each in others] == ["bfloat16", "fp8_e4m3", "fp8_e5m2"]
     assert 0 < means[0] < means[1] < means[2]
-    assert "2 passages of 200 tokens" in capsys.readouterr().out
+    assert "2 passages of 80 tokens" in capsys.readouterr().out

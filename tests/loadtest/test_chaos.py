@@ -63,7 +63,7 @@ def chaos_on(client: Client, *, disconnects: float = 0.4, malformed: float = 0.2
 @pytest.mark.slow
 async def test_a_sound_server_answers_everything_and_comes_to_rest() -> None:
     async with running_server() as (url, engine):
-        client = Client(url, model="fake", timeout_s=20)
+        client = Client(url, model="fake", timeout_s=60)
         chaos = chaos_on(client)
         tally = chaos.tally
         kinds = {"malformed, refused", "stream, left", "stream, complete", "plain, complete"}
@@ -72,9 +72,10 @@ async def test_a_sound_server_answers_everything_and_comes_to_rest() -> None:
         assert not tally.complaints
         assert tally.num_sent == tally.outcomes.total()
         assert tally.health_ms
-        while engine.statistics().num_running + engine.statistics().num_unapplied_steps:
-            await client.ask("GET", "/health")
-        assert set((await gauges(client)).values()) == {0.0}
+        # What clients sent that left at once may be read only now.
+        while any((await gauges(client)).values()):
+            pass
+        assert engine.statistics().num_unapplied_steps == 0
         client.close()
 
 
@@ -90,7 +91,7 @@ async def test_a_server_that_answers_what_it_should_refuse_is_complained_of() ->
         return response
 
     async with running_server(lambda app: app.middlewares.append(too_kind)) as (url, _):
-        client = Client(url, model="fake", timeout_s=20)
+        client = Client(url, model="fake", timeout_s=60)
         only_malformed = chaos_on(client, malformed=1.0)
         while "max_tokens 0: HTTP 200" not in only_malformed.tally.complaints:
             await only_malformed.run(0.1)
@@ -118,7 +119,7 @@ async def test_an_answer_of_health_that_comes_after_the_end_is_waited_for_and_ti
         return response
 
     async with running_server(lambda app: app.middlewares.append(first_late)) as (url, _):
-        client = Client(url, model="fake", timeout_s=20)
+        client = Client(url, model="fake", timeout_s=60)
         chaos = chaos_on(client, disconnects=0.0)
         await chaos.run(0.1)
         client.close()

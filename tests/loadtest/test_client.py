@@ -11,7 +11,7 @@ from tests.fakes.openai_server import ScriptedServer
 
 
 def client_of(server: ScriptedServer, endpoint: str = "completions") -> Client:
-    return Client(server.url, model="scripted", endpoint=endpoint, timeout_s=5)
+    return Client(server.url, model="scripted", endpoint=endpoint)
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
@@ -151,7 +151,7 @@ async def server_of_answers(*connections: Sequence[bytes]) -> AsyncIterator[tupl
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
-        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=5)
+        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         yield client, num_requests
         client.close()
 

@@ -18,7 +18,7 @@ from loadtest.http_reader import Response
 from tests.http.live_thread import live_thread
 
 pytestmark = pytest.mark.timeout(600)
-NUM_BODIES, NUM_RAW = 2_000, 1_000
+NUM_BODIES, NUM_RAW = 1_000, 500
 """`python -m loadtest.fuzz --cases 20000` is the same with more."""
 
 

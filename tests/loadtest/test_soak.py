@@ -16,24 +16,29 @@ from loadtest.soak.questions import CULPRIT_TOKEN, NAN_TOKEN, POISON, Question, 
 from loadtest.soak.scenario import SCENARIOS, read_scenario
 from tests.http.live import MODEL, live_server, spell
 
+ENDS = ("answered", "failed by design", "left by the client")
 STRIKES = ("steps failed", "steps retried by halves", "sequences replayed", "device restarts")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_sound_server_loses_nothing_and_says_nothing_wrong_whatever_strikes(tmp_path: Path) -> None:
-    found = soak(
-        read_scenario("short"), model=TINY, seconds=3, idle_seconds=0, seed=0, folder=tmp_path / "soak"
-    )
-    assert [part["policy"] for part in found["parts"]] == ["fair", "priority"]
-    for part in found["parts"]:
-        assert part["complaints"] == {}
-        assert (part["requests"]["ends"]["lost"], part["requests"]["wrong"]) == (0, 0)
-        assert is_sound(part)
-    for end in ("answered", "failed by design", "left by the client"):
-        assert sum(part["requests"]["ends"][end] for part in found["parts"]), found["parts"]
-    for strike in STRIKES:
-        assert sum(part["server"][strike] for part in found["parts"]), found["parts"]
+    seen: Counter[str] = Counter()
+    seconds = 3
+    while not all(seen[each] for each in (*ENDS, *STRIKES)):
+        # What comes to pass within some seconds depends on the machine.
+        folder = tmp_path / f"soak of {seconds} s"
+        found = soak(
+            read_scenario("short"), model=TINY, seconds=seconds, idle_seconds=0, seed=0, folder=folder
+        )
+        assert [part["policy"] for part in found["parts"]] == ["fair", "priority"]
+        for part in found["parts"]:
+            assert part["complaints"] == {}
+            assert (part["requests"]["ends"]["lost"], part["requests"]["wrong"]) == (0, 0)
+            assert is_sound(part)
+            seen.update(part["requests"]["ends"])
+            seen.update(part["server"])
+        seconds *= 3
     written = {"date": report.today(), "command": report.command_line([]), **found}
     report.write(written, tmp_path / "results")
     text = (tmp_path / "results.md").read_text()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,7 +119,24 @@ async def test_a_step_that_hangs_counts_as_a_lost_device() -> None:
         await b.until(lambda: bool(sink.outputs))
         b.executor.hold()
         assert (await sink.wait()).choice().token_ids == expected(3)
-        assert b.executor.num_restarts >= 1, "and a machine that stands still may make it more"
+        assert b.executor.num_restarts == 1
+
+
+async def test_a_loop_that_stood_still_takes_no_step_for_hung_that_has_ended_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncserve.loop.pipeline.HEARING_S", 3600.0)
+    async with bench(step_timeout_s=0.001) as b:
+        b.executor.hold()
+        sink = send(b, 3)
+        await b.until(lambda: bool(b.executor.pending_step_ids))
+        await b.turn()
+        time.sleep(0.01)  # noqa: ASYNC251 - the loop is to be held up
+        # Some turns pass until the loop has heard of the end.
+        await b.turn(5)
+        b.executor.resume()
+        assert (await sink.wait()).choice().token_ids == expected(3)
+        assert b.executor.num_restarts == 0
 
 
 async def test_without_a_limit_a_step_may_take_as_long_as_it_likes() -> None:
@@ -243,9 +261,7 @@ def faulty(**steps: Trigger) -> FaultyExecutor:
     ids=["fail", "fail every", "oom", "lose", "hang", "all"],
 )
 async def test_injected_faults_change_no_answer(steps: Any) -> None:
-    await undisturbed(
-        range(3, 15, 2), executor=faulty(**steps), settles=False, step_timeout_s=0.1, max_device_restarts=100
-    )
+    await undisturbed(range(3, 15, 2), executor=faulty(**steps), settles=False, step_timeout_s=0.05)
 
 
 async def test_an_injected_delay_holds_up_the_steps_behind_and_changes_no_answer() -> None:
@@ -351,8 +367,7 @@ async def test_losses_that_are_nobodys_fault_count_though_culprits_are_found_bet
     "options",
     [
         {"executor": ("lose_device", 0.0), "max_device_restarts": 3},
-        # A machine that stands still makes more of them.
-        {"executor": ("hang_step", 3600.0), "max_device_restarts": 100, "step_timeout_s": 0.2},
+        {"executor": ("hang_step", 3600.0), "max_device_restarts": 3, "step_timeout_s": 0.05},
     ],
     ids=["lose", "hang"],
 )
@@ -370,7 +385,7 @@ async def test_a_request_that_loses_the_device_ends_alone_and_costs_three_restar
             else:
                 assert answer.token_ids == expected(first, 20)
         statistics = b.engine.statistics()
-        assert statistics.num_device_restarts >= 3
+        assert statistics.num_device_restarts == 3
         assert statistics.num_failed_sequences == 1
         assert b.engine.is_accepting
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,12 +20,13 @@ from asyncserve.metrics.exposition import new_registry, render
 from asyncserve.metrics.http_traffic import HttpTraffic
 from asyncserve.metrics.observer import PrometheusObserver
 from asyncserve.metrics.vllm_names import VllmNames
+from loadtest.server_process import free_port
 from monitoring.prometheus import command, config_for
 from tests.http.live_thread import LiveThread, live_thread
 
 MODEL = "fake-model"
 INTERVAL_S = 0.2
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class RunningPrometheus:
         """
         data = urllib.parse.urlencode({"query": expression}).encode()
         try:
-            with urllib.request.urlopen(f"{self.url}/api/v1/query", data, timeout=10.0) as answer:
+            with urllib.request.urlopen(f"{self.url}/api/v1/query", data, timeout=PATIENCE_S) as answer:
                 result = json.load(answer)["data"]["result"]
         except urllib.error.HTTPError as error:
             if error.code == 503:
@@ -54,13 +54,32 @@ class RunningPrometheus:
         return [float(series["value"][1]) for series in result]
 
     def numbers(self, expression: str) -> list[float]:
-        """Return those values that are numbers."""
-        return [value for value in self.query(expression) if math.isfinite(value)]
+        """Return those values that are numbers; none if there are none for long.
+
+        A scrape that took longer than the interval has every series end, until the next one.
+        """
+        ends_s = time.monotonic() + PATIENCE_S
+        while not (found := self._numbers_now(expression)) and time.monotonic() < ends_s:
+            time.sleep(INTERVAL_S)
+        return found
+
+    def has_moved(self) -> bool:
+        """Whether rates can be computed, and rules have been evaluated."""
+        return all(
+            self._numbers_now(expression)
+            for expression in (
+                "rate(asyncserve:request_success_total[1m]) > 0",
+                "model:asyncserve_sequences:rate5m > 0",
+            )
+        )
 
     def scraped(self) -> str:
         """Return the text that is scraped."""
         answer: Any = self.server.run(self.server.live.call("/metrics"))
         return str(answer.body.decode())
+
+    def _numbers_now(self, expression: str) -> list[float]:
+        return [value for value in self.query(expression) if math.isfinite(value)]
 
 
 @contextmanager
@@ -78,7 +97,7 @@ def running_prometheus(program: Path, folder: Path) -> Iterator[RunningPrometheu
         state = EngineCollector(server.live.engine.statistics, MODEL, {"block_size": 16})
         registry.register(state)
         registry.register(VllmNames([counted, state]))
-        listen = f"127.0.0.1:{_free_port()}"
+        listen = f"127.0.0.1:{free_port()}"
         text = config_for(server.live.url, interval_s=INTERVAL_S, evaluation_interval_s=INTERVAL_S)
         (folder / "prometheus.yml").write_text(text, encoding="utf-8")
         process = subprocess.Popen(command(program, folder, listen=listen), stderr=subprocess.PIPE, text=True)
@@ -98,17 +117,10 @@ def _load_until_seen(prometheus: RunningPrometheus, process: "subprocess.Popen[s
     while time.monotonic() < ends_s and process.poll() is None:
         prometheus.server.run(live.complete(max_tokens=6, ignore_eos=True, stream=True))
         try:
-            moved = prometheus.numbers("rate(asyncserve:request_success_total[1m]) > 0")
-            if moved and prometheus.numbers("model:asyncserve_sequences:rate5m > 0"):
+            if prometheus.has_moved():
                 return
         except OSError:
             pass  # it is starting
         time.sleep(0.02)
     process.kill()
     raise TimeoutError(f"Prometheus saw nothing: {process.communicate()[1]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

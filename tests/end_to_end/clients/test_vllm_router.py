@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import platform
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from loadtest.client import Client, Record
+from loadtest.server_process import free_port
 from loadtest.workload import Sample, random_tokens
 from tests.end_to_end.clients.environments import client_python
 from tests.end_to_end.server_process import TINY, ServerProcess
@@ -46,7 +46,7 @@ class Instances:
 
     def __init__(self, model: Path) -> None:
         self._model = model
-        self.servers = [self._start(0), self._start(0)]
+        self.servers = [self._start(free_port()), self._start(free_port())]
         for server in self.servers:
             server.wait_ready()
         self.urls = [server.url for server in self.servers]
@@ -72,8 +72,7 @@ def instances(model: Path) -> Iterator[Instances]:
 @contextlib.contextmanager
 def router(instances: Instances, policy: str, log: Path) -> Iterator[str]:
     """Run the router; gives its URL when it has found both servers ready."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        port, metrics_port = one.getsockname()[1], other.getsockname()[1]
+    port, metrics_port = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     options = {
         "port": port,
@@ -104,7 +103,7 @@ def router(instances: Instances, policy: str, log: Path) -> Iterator[str]:
 
 def answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(url, timeout=5).status_code == 200
+        return httpx.get(url, timeout=LIMIT_S).status_code == 200
     return False
 
 
@@ -181,9 +180,9 @@ def test_no_request_is_lost_when_a_server_stops_and_only_those_on_it_when_it_is_
 
         def kill() -> None:
             assert num_answered(second) > begun[1]
-            killed_s.append(time.perf_counter())
             second.signal(signal.SIGKILL)
             second.wait()
+            killed_s.append(time.perf_counter())
             second.stop()
 
         records = load(url, prompts(48, "killed"), kill)

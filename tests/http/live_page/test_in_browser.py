@@ -21,6 +21,9 @@ from tests.http.live_thread import LiveThread, live_thread
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(960)]
 
+PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
+
 ATTACK = (
     "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\n\n"
     "[a](javascript:hacked) **<b onmouseover=hacked>bold</b>** `<i>code</i>`\n\n"
@@ -82,7 +85,7 @@ class Visit:
 
     def open(self, url: str, **options: Any) -> Page:
         page = self._browser.new_context(viewport={"width": 1280, "height": 900}, **options).new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("console", lambda said: self._note(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: self._note(str(error)))
         page.on(

@@ -133,7 +133,7 @@ def run(
     )
     @hypothesis.given(drawn.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
-        response = case.call(base_url=server.live.url, timeout=30)
+        response = case.call(base_url=server.live.url, timeout=PATIENCE_S)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=list(CHECKS))
         headers = {name: values[0] for name, values in response.headers.items()}

@@ -40,7 +40,7 @@ def wait_for_end(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        ended, _, _ = select.select([process], [], [], 10)
+        ended, _, _ = select.select([process], [], [], 60)
     finally:
         os.close(process)
     assert ended, f"process {pid} goes on"
