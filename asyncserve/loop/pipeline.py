@@ -475,7 +475,7 @@ class Pipeline:
 
         Raises:
             StepFailed: It failed.
-            DeviceLost: Likewise, or it has not ended within the time a step may take.
+            DeviceLost: Likewise; `DeviceHung` if it has not ended within the time a step may take.
         """
         try:
             done, _ = await asyncio.wait((step,), timeout=self._step_timeout_s)

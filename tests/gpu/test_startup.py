@@ -480,7 +480,7 @@ def test_default_context_is_what_a_small_pool_holds() -> None:
 
 def test_what_sets_the_length_of_a_sequence_is_told() -> None:
     checkpoint = dummy_checkpoint()
-    longest = context_len(checkpoint.config)
+    longest = load_model_class(checkpoint.architecture).context_len(checkpoint.config)
     for asked, len_is_of in ((None, "model"), (longest, "model"), (longest - 1, "option")):
         _, info = start_runner(
             checkpoint,
