@@ -33,4 +33,3 @@ def test_plans_are_equal_if_their_rows_are_however_they_were_given(
     assert plan.sequences == tuple(rows) == plan.rows
     assert plan == StepPlan(step_id=0, sequences=tuple(rows)) == pickle.loads(pickle.dumps(plan))
     assert (plan == StepPlan(step_id=0, sequences=tuple(others))) == (rows == others)
-    assert plan.sequences != rows, "as a tuple, which is no list"
