@@ -1,9 +1,8 @@
 """A connection's socket, to send on past its transport: what a streamed token costs is mostly that call.
 
 `send` costs the kernel a tenth less than the `write` of uvloop's transports. The socket stays the
-transport's, which closes it: whoever borrows it lets go before (`detach`). To be used while the transport is
-not closing and has nothing unsent; what the socket does not take at once is the transport's to send. Not for
-TLS.
+transport's, which closes it: whoever borrows it lets go before (`detach`). To be used while the transport has
+nothing unsent; what the socket does not take at once is the transport's to send. Not for TLS.
 """
 
 import asyncio

@@ -72,8 +72,8 @@ class LiveSequences:
         num_releasing: Ended or preempted sequences that steps in flight still mention, or that are to be
             released now.
         releasable: Those to be released now.
-        unregistered: Decoding ones with full blocks that are to become findable; no later than they are
-            released.
+        unregistered: Those with blocks that decode steps have filled and that are to become findable, the
+            oldest first; no later than they are released.
     """
 
     def __init__(self, *, num_slots: int, policy: str, make_allocator: Callable[[], KVAllocator]) -> None:
@@ -95,7 +95,7 @@ class LiveSequences:
         self.last_applied_step_id = -1
         self.num_releasing = 0
         self.releasable: deque[SequenceState] = deque()
-        self.unregistered: deque[SequenceState] = deque()
+        self.unregistered: dict[SequenceState, None] = {}
         self._num_preemptions = 0
         self._num_retried_steps = 0
         self._num_copied_blocks = 0
@@ -226,7 +226,6 @@ class LiveSequences:
         self.decoding = [sequence for sequence in self.decoding if sequence.status is running]
         self.prefilling = [sequence for sequence in self.prefilling if sequence.status is running]
         self.searches = [beams for beams in self.searches if beams.first.status is running]
-        self.unregistered = deque(each for each in self.unregistered if each.status is running)
 
     # Steps in flight, and release
 
@@ -287,6 +286,7 @@ class LiveSequences:
         if status is SequenceStatus.PREEMPTED and sequence not in self.beams:
             self.allocator.swap_out(sequence)
         self.allocator.release(sequence)
+        self.unregistered.pop(sequence, None)
         slot = sequence.slot
         self.slot_holders[slot] = None
         self.free_slots.append(slot)

@@ -90,6 +90,12 @@ def check_invariants(live: LiveSequences, *, max_unapplied: int) -> None:
     for sequence in live.decoding:
         known_len = len(sequence.token_ids) + sequence.num_unseen_tokens
         _require(sequence.num_computed_tokens == known_len - 1, "a decode step has one token to compute")
+        plain_until = min(sequence.block_table.covered_len, sequence.max_len - 1)
+        _require(sequence.plain_until == plain_until, "it is known how far a sequence decodes as it is")
+    _require(
+        all(each.slot >= 0 for each in live.unregistered),
+        "who has blocks that are yet to become findable holds them",
+    )
     planned_to_end = {s.sequence_id for s in live.decoding}
     for sequence in live.sequences.values():
         for follower in sequence.followers:

@@ -7,6 +7,7 @@ Knows nothing of outputs and of what failed, but that there are suspects.
 """
 
 from bisect import bisect_right, insort
+from itertools import islice
 
 from asyncserve.errors import InvariantError
 from asyncserve.loop.live_sequences import LiveSequences
@@ -170,7 +171,7 @@ class StepPlanner:
                 allocator.prefix_cache.register(sequence)
                 allocator.drop_unseen(sequence)
             else:
-                live.unregistered.append(sequence)
+                live.unregistered[sequence] = None
             if not draft.cover_or_preempt(sequence, allocator.extend):
                 continue
             start = sequence.num_computed_tokens
@@ -190,12 +191,11 @@ class StepPlanner:
         """Make blocks findable that decode steps have filled, as many as take a moment."""
         live = self._live
         unregistered, prefix_cache = live.unregistered, live.allocator.prefix_cache
-        num_left = max(LEAST_REGISTERED, 2 * len(live.decoding) // prefix_cache.block_len)
-        while unregistered and num_left:
-            sequence = unregistered.popleft()
+        num_now = max(LEAST_REGISTERED, 2 * len(live.decoding) // prefix_cache.block_len)
+        for sequence in list(islice(unregistered, num_now)):
+            del unregistered[sequence]
             if sequence.status is SequenceStatus.RUNNING:
                 prefix_cache.register(sequence)
-                num_left -= 1
 
     def _plan_prefills(self, draft: PlanDraft) -> None:
         """Share what is left of the budget among prompts: those that run, then those that wait."""

@@ -268,7 +268,9 @@ class Bench:
             assert isinstance(delta.error, StepFailed)
             assert oldest is not None
         ended = {delta.sequence_id for delta in deltas}
-        assert not ended or self.sequence_ids(oldest) <= ended, "only what loses it alone ends"
+        assert oldest is None or not ended or self.sequence_ids(oldest) <= ended, (
+            "only what loses it alone ends"
+        )
         assert not ended or ended <= set(self.family_of(min(ended))), "only what loses it alone ends"
         self.runner = self.runner.reopened()
         self.rules = self.rules.reopened()

@@ -1,7 +1,10 @@
 from array import array
 from hashlib import sha256
 
+import cbor2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncserve.loop.prefix_hash import block_digest, root_digest
 
@@ -50,6 +53,18 @@ def test_a_digest_is_that_of_parent_tokens_and_nothing_else_in_canonical_cbor(nu
     content = b"\x83\x58\x20" + ROOT + bytes([length[0] | 0x80]) + length[1:] + b"".join(map(encoded, ids))
     assert block_digest(ROOT, array("i", ids)) == sha256(content + b"\xf6").digest()
     assert block_digest(ROOT, array("i", ids), "salt") == sha256(content + b"\x81\x64salt").digest()
+
+
+@given(
+    st.binary(min_size=32, max_size=32),
+    st.lists(st.integers(0, 2**31 - 1), max_size=300),
+    st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+)
+def test_a_digest_is_of_what_a_cbor_library_writes(
+    parent: bytes, ids: list[int], cache_salt: str | None
+) -> None:
+    content = cbor2.dumps((parent, ids, None if cache_salt is None else (cache_salt,)), canonical=True)
+    assert block_digest(parent, array("i", ids), cache_salt) == sha256(content).digest()
 
 
 def test_the_root_is_the_digest_of_the_seed_as_text() -> None:

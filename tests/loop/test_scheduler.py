@@ -13,7 +13,7 @@ from asyncserve.errors import (
     StepFailed,
 )
 from asyncserve.loop import live_sequences
-from asyncserve.loop.step_planner import MAX_ADMITTED, MAX_DEFERRED
+from asyncserve.loop.step_planner import LEAST_REGISTERED, MAX_ADMITTED, MAX_DEFERRED
 from asyncserve.observer import RequestTimeline
 from asyncserve.request import FinishReason
 from asyncserve.step import BAD_LOGITS, StepOutput
@@ -948,6 +948,35 @@ def test_a_burst_of_short_prompts_is_admitted_over_several_plans() -> None:
     plan = bench.must_plan()
     assert len(plan.admitted) == MAX_ADMITTED
     assert len(plan.sequences) == 2 * MAX_ADMITTED, "those that run go on beside"
+
+
+def test_blocks_that_streams_fill_together_become_findable_over_several_plans_and_soon() -> None:
+    num_streams, block_len = 3 * LEAST_REGISTERED, 16
+    info = fake_info(num_slots=num_streams, num_blocks=500, block_len=block_len, max_num_batched_tokens=1000)
+    bench = Bench(info)
+    for i in range(num_streams):
+        bench.add([i] * (block_len // 2), max_tokens=2 * block_len)
+    states = list(bench.scheduler._live.sequences.values())
+    per_plan = []
+    num_registered = 0
+    while any(len(state.token_ids) < 2 * block_len for state in states):
+        bench.step()
+        now = sum(state.num_registered_blocks for state in states)
+        per_plan.append(now - num_registered)
+        num_registered = now
+        assert all(state.num_registered_blocks >= (len(state.token_ids) - 8) // block_len for state in states)
+    assert num_registered >= num_streams
+    assert max(per_plan) == LEAST_REGISTERED
+
+
+def test_blocks_yet_to_become_findable_do_when_their_sequence_ends() -> None:
+    bench = Bench(fake_info(num_slots=64, num_blocks=500, block_len=4, max_num_batched_tokens=1000))
+    for i in range(2 * LEAST_REGISTERED):
+        bench.add([i, i], max_tokens=4)
+    bench.run()
+    assert not bench.scheduler._live.unregistered
+    # Of each the block of two tokens of its prompt and two of its own.
+    assert bench.statistics().num_blocks_cached == 2 * LEAST_REGISTERED
 
 
 def test_sequences_that_got_a_token_and_nothing_else_are_named_beside_the_deltas() -> None:
