@@ -221,6 +221,8 @@ class Load:
                 self._scheduler.fill_statistics(statistics)
                 live = {id(each): each for each in self._live.values()}.values()
                 use.note(statistics, sum(map(self._could_save, live)))
+        # The next load has the device as if nobody had been there.
+        self._runner.run(StepPlan(step_id=step, sequences=(), released_slots=tuple(self._holders)))
         return use
 
     def _add(self) -> tuple[int, float]:
@@ -261,6 +263,8 @@ class Load:
         return prompt_len, sum(output_lens) / self._n
 
     def _note_plan(self, plan: StepPlan) -> None:
+        for slot in plan.released_slots:
+            del self._holders[slot]
         for assignment in plan.admitted:
             self._holders[assignment.slot] = assignment.seed
         for scheduled in plan.sequences:
@@ -303,21 +307,26 @@ def main() -> None:
     """Measure and print a table."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("model", nargs="?", help="for beam searches, too: a GGUF file or folder")
-    options.add_argument("--requests", type=int, default=1000, help="of each row without a model")
+    options.add_argument(
+        "--requests", type=int, default=1000, help="of each row without a model; 0: no such rows"
+    )
     options.add_argument("--concurrency", type=int, default=64, help="requests at once, without a model")
     options.add_argument("--searches", type=int, default=24, help="of each row with a model; 4 at once")
+    options.add_argument("--mixes", nargs="+", choices=[mix.name for mix in MIXES], help="these only")
+    options.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6], help="of beam searches")
     arguments = options.parse_args()
     print(HEAD)
+    mixes = [mix for mix in MIXES if arguments.mixes is None or mix.name in arguments.mixes]
     info, no_model = without_model()
-    for mix in MIXES:
+    for mix in mixes if arguments.requests else ():
         for n in (1, 2, 4, 6):
             use = Load(info, no_model, mix, n=n).run(arguments.requests, arguments.concurrency)
             print(use.row(mix, "n", n), flush=True)
     if arguments.model is None:
         return
-    device = WithModel(arguments.model, num_slots=24)
-    for mix in MIXES:
-        for width in (2, 4, 6):
+    device = WithModel(arguments.model, num_slots=4 * max(arguments.widths))
+    for mix in mixes:
+        for width in arguments.widths:
             load = Load(device.info, device, mix, text=device.token_ids, n=width, use_beam_search=True)
             print(load.run(arguments.searches, 4).row(mix, "beams", width), flush=True)
 

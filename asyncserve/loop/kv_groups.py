@@ -291,6 +291,9 @@ class KVAllocator:
         moved = [
             (row, rows[parent]) for row, parent in zip(rows, parents, strict=True) if row is not rows[parent]
         ]
+        # Rows that came back with unequal parts cached have let go of unequally much.
+        for row in rows:
+            self.drop_unseen(row)
         for manager in self._managers:
             group_id, num_full = manager.group_id, num_tokens // manager.block_len
             changes = []

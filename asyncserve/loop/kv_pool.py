@@ -130,10 +130,6 @@ class KVBlockPool:
         """Return whether the block is held more than once."""
         return self._ref_counts[block_id] > 1
 
-    def is_cached(self, block_id: int) -> bool:
-        """Return whether the block's content can be found."""
-        return self._digests[block_id] is not None
-
     def acquire(self, block_id: int) -> None:
         """Hold a block once more, for its content."""
         if self._ref_counts[block_id] == 0:

@@ -35,7 +35,9 @@ CASES = [
 
 def poison(cache: KVCache, pool: KVBlockPool) -> None:
     """Write NaN into every block that nobody holds and that is not cached."""
-    free = [each for each in range(1, pool.num_usable + 1) if pool.is_free(each) and not pool.is_cached(each)]
+    free = [
+        each for each in range(1, pool.num_usable + 1) if pool.is_free(each) and pool._digests[each] is None
+    ]
     cache._storages[:, :, torch.tensor(free, dtype=torch.int64, device=cache._storages.device)] = torch.nan
 
 

@@ -301,3 +301,19 @@ def test_a_row_inherits_all_full_blocks_of_another_however_its_own_are_mixed_wit
     allocator.inherit(rows, [0, 0], 4 * num_full + 2)
     assert other == [*expected, partial]
     allocator.check(rows)
+
+
+@pytest.mark.parametrize("parents", [[0, 0], [1, 1], [1, 0]])
+def test_rows_that_have_let_go_of_unequally_much_inherit_what_is_still_seen(parents: list[int]) -> None:
+    allocator = KVAllocator([window_group(0, 100, 5)], enable_prefix_caching=False, chunk_len=999)
+    rows = [sequence_of(list(range(30))) for _ in range(2)]
+    for row in rows:
+        compute(allocator, row)
+    allocator.drop_unseen(rows[1])  # the other has computed the last tokens in one go
+    before = [row.block_table.block_ids[0][:] for row in rows]
+    assert before[0][0] != 0 == before[1][0]
+    allocator.inherit(rows, parents, 30)
+    num_unseen = (30 - 5 + 1) // 4
+    for row, parent, own in zip(rows, parents, before, strict=True):
+        assert row.block_table.block_ids[0] == [0] * num_unseen + before[parent][num_unseen:7] + own[7:]
+    allocator.check(rows)
