@@ -121,6 +121,7 @@ def test_collectors_describe_what_they_collect() -> None:
         EngineCollector(EngineStatistics, "m"),
         HttpTraffic("m"),
         TracingCollector(Traced(), "m"),
+        KVEventsCollector(Published(), "m"),
         VllmNames([observer, EngineCollector(EngineStatistics, "m")]),
     ):
         described = {(family.name, family.type) for family in collector.describe()}
