@@ -4,9 +4,10 @@ import concurrent.futures
 from pathlib import Path
 
 import pytest
+from transformers import Gemma3TextConfig
 
 from tests.end_to_end.server_process import TINY, running_server
-from tests.fakes.tiny_model import tiny_llama_folder
+from tests.fakes.tiny_model import tiny_folder, tiny_llama_config, tiny_llama_folder
 from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -56,6 +57,31 @@ def test_answers_over_every_kind_of_fault_are_those_of_an_undisturbed_server(mod
         assert server.metric("asyncserve:replayed_sequences_total") >= 2
         assert server.get("/health").json()["num_device_restarts"] == num_restarts
         assert "FAULTS ARE INJECTED ON PURPOSE" in server.log
+        server.wait_idle()
+
+
+def test_answers_of_layers_with_windows_from_a_cache_of_8_bits_are_the_same_over_faults(
+    tmp_path: Path,
+) -> None:
+    sizes = tiny_llama_config(num_hidden_layers=3, sliding_window=18)
+    config = Gemma3TextConfig(**sizes, pad_token_id=0, sliding_window_pattern=3, query_pre_attn_scalar=16)
+    model = tiny_folder(tmp_path, config)
+    write_tiny_tokenizer(model, vocab_size=sizes["vocab_size"])
+    environ = {"ASYNCSERVE_FAULTS": "fail-step=520,lose-device=560"}
+    with (
+        running_server(model, *OPTIONS, "--kv-cache-dtype", "fp8_e4m3", environ=environ) as server,
+        concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as clients,
+    ):
+        undisturbed = [server.post("/v1/completions", ask(prompt, 80)).json() for prompt in PROMPTS]
+        assert server.metric("asyncserve:failed_steps_total") == 0
+        for _ in range(3):
+            answers = clients.map(lambda prompt: server.post("/v1/completions", ask(prompt, 80)), PROMPTS)
+            for answer, expected in zip(answers, undisturbed, strict=True):
+                assert answer.json()["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+        assert server.metric("asyncserve:failed_steps_total") == 1
+        assert server.metric("asyncserve:device_restarts_total") == 1
+        assert server.metric("asyncserve:failed_sequences_total") == 0
+        assert server.metric("asyncserve:kv_window_blocks_freed_total") > 0
         server.wait_idle()
 
 

@@ -13,7 +13,7 @@ from asyncserve.metrics.catalogue import (
     Source,
     definition,
 )
-from asyncserve.metrics.collector import EngineCollector, TracingCollector
+from asyncserve.metrics.collector import EngineCollector, KVEventsCollector, TracingCollector
 from asyncserve.metrics.http_traffic import HttpTraffic
 from asyncserve.metrics.observer import PrometheusObserver
 from asyncserve.metrics.vllm_names import VllmNames
@@ -54,6 +54,11 @@ class Traced:
     num_dropped = 2
 
 
+class Published:
+    num_sent = 7
+    num_left_out = 3
+
+
 def by_name(metric: MetricDefinition) -> str:
     return metric.name
 
@@ -70,6 +75,7 @@ def full_registry() -> CollectorRegistry:
     registry.register(EngineCollector(lambda: statistics, "m"))
     registry.register(HttpTraffic("m", ["/v1/completions"]))
     registry.register(TracingCollector(Traced(), "m"))
+    registry.register(KVEventsCollector(Published(), "m"))
     return registry
 
 
@@ -115,6 +121,7 @@ def test_collectors_describe_what_they_collect() -> None:
         EngineCollector(EngineStatistics, "m"),
         HttpTraffic("m"),
         TracingCollector(Traced(), "m"),
+        KVEventsCollector(Published(), "m"),
         VllmNames([observer, EngineCollector(EngineStatistics, "m")]),
     ):
         described = {(family.name, family.type) for family in collector.describe()}
