@@ -1,4 +1,4 @@
-"""The same question has the same answer however the engine serves it: greedy, float32, tiny model."""
+"""The same question has the same answer however the engine serves it: float32, tiny model."""
 
 import dataclasses
 import random
@@ -50,7 +50,10 @@ def prompts() -> list[list[int]]:
 
 
 def answers(
-    model: Path, prompts: Sequence[Sequence[int]], params: SamplingParams, **options: object
+    model: Path,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    **options: object,
 ) -> list[tuple[int, ...]]:
     if "num_gpu_blocks_override" not in options:
         options = {"kv_cache_memory_bytes": 1 << 22, **options}
@@ -58,13 +61,14 @@ def answers(
         return [c.outputs[0].token_ids for c in llm.generate(prompts, params, progress=False)]
 
 
-@pytest.fixture(scope="module", params=["greedy", "sampled", "restricted"])
-def params(request: pytest.FixtureRequest) -> SamplingParams:
-    return {"greedy": PARAMS, "sampled": SAMPLED, "restricted": RESTRICTED}[request.param]
+@pytest.fixture(scope="module")
+def params(prompts: list[list[int]]) -> list[SamplingParams]:
+    """Of each prompt: batches have every kind."""
+    return [(PARAMS, SAMPLED, RESTRICTED)[number % 3] for number in range(len(prompts))]
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, prompts: list[list[int]], params: SamplingParams) -> list[tuple[int, ...]]:
+def alone(model: Path, prompts: list[list[int]], params: list[SamplingParams]) -> list[tuple[int, ...]]:
     """Every prompt by itself, whole, without cache and without planning ahead: the plainest way."""
     options = {"enable_prefix_caching": False, "async_scheduling": False, "max_num_seqs": 1}
     return answers(model, prompts, params, **options)
@@ -98,7 +102,7 @@ def alone(model: Path, prompts: list[list[int]], params: SamplingParams) -> list
 def test_answers_do_not_depend_on_how_they_are_served(
     model: Path,
     prompts: list[list[int]],
-    params: SamplingParams,
+    params: list[SamplingParams],
     alone: list[tuple[int, ...]],
     options: dict[str, object],
 ) -> None:

@@ -1,7 +1,7 @@
 """The engine on a GPU: the same question has the same answer however it is served. Float32, tiny model.
 
-On a CPU `tests/end_to_end/test_equalities.py` says the same of each kind of sampling by itself; here all
-kinds are mixed in every batch, so that an engine is started once for each way to serve.
+All kinds of sampling are mixed in every batch, so that an engine is started once for each way to serve. On a
+CPU `tests/end_to_end/test_equalities.py` says the same of more ways.
 """
 
 import random

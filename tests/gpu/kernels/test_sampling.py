@@ -84,10 +84,18 @@ def test_noise_is_that_of_the_reference_to_the_last_bits() -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=0.0)
 
 
+# The kernel loads logits as float32: in the interpreter, which is slow, other dtypes need one length.
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, DEFAULT_CONFIG], ids=["small", "default"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        (vocab, dtype)
+        for vocab in VOCABS
+        for dtype in DTYPES
+        if ON_GPU or dtype == torch.float32 or vocab == 1000
+    ],
+)
 def test_tokens_are_those_of_the_reference(vocab: int, dtype: torch.dtype, config: ChoiceConfig) -> None:
     logits = some_logits(8 if ON_GPU else 4, vocab).to(dtype)
     for position in range(3, 6 if ON_GPU else 4):
