@@ -17,7 +17,7 @@ from tests.fakes.gemma_model import gemma_model_path
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WINDOW_LEN = 512
-NUM_TOKENS = 48
+NUM_TOKENS = 128
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=12, temperature=0)
 KNOWN = {

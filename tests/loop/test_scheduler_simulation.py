@@ -13,7 +13,7 @@ def test_random_life_gives_every_sequence_its_tokens_and_leaks_nothing(seed: int
 @pytest.mark.slow
 def test_many_random_lives_meet_everything_that_can_happen() -> None:
     total = live_many(range(1000, 1060))
-    assert all(number > 50 for number in total.values()), total
+    assert all(number > 20 for number in total.values()), total
 
 
 @pytest.mark.slow
