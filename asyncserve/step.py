@@ -169,8 +169,6 @@ class ScheduledRows(Sequence[ScheduledSequence]):
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, ScheduledRows | tuple) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return repr(tuple(self))
 

@@ -151,14 +151,14 @@ def plan_rows(plan: StepPlan) -> PlanRows:
 
 
 def build_batch(
-    plan: StepPlan, slots: SlotTable, block_tables: Sequence[BlockTable], staging: Staging
+    rows: PlanRows, slots: SlotTable, block_tables: Sequence[BlockTable], staging: Staging
 ) -> Batch:
-    """Make the step's tensors from the plan and the persistent rows.
+    """Make the step's tensors from the plan's rows and the persistent ones.
 
     The index arithmetic is done on the host in numpy, whose calls cost a fifth of torch's at these sizes.
 
     Args:
-        plan: At least one sequence; its admissions and block appends are already applied.
+        rows: Of the plan, whose admissions and block appends are already applied.
         slots: Where input ids are gathered from.
         block_tables: One per KV group.
         staging: Takes everything to the device in one copy.
@@ -166,7 +166,7 @@ def build_batch(
     Raises:
         InvariantError: A block table does not cover its row.
     """
-    row_slots, starts, query_lens, seq_lens, sample_rows, num_decode_rows, is_decode = plan_rows(plan)
+    row_slots, starts, query_lens, seq_lens, sample_rows, num_decode_rows, is_decode = rows
     num_rows = len(row_slots)
     query_start = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum(query_lens, out=query_start[1:])

@@ -172,10 +172,10 @@ class ModelRunner:
         slots = read.slots[read.sample_rows].tolist()
         result_row = self._results.take_row() if self._results is not None else 0
         graph = self._find_graph(plan, read)
-        if graph is not None and not self._inputs.take(plan, graph.size, result_row=result_row):
+        if graph is not None and not self._inputs.take(read, graph.size, result_row=result_row):
             graph = None
         if graph is None:
-            self._inputs.take(plan, result_row=result_row)
+            self._inputs.take(read, result_row=result_row)
         start = self.device.record_event()
         prepared_s = time.monotonic()
 

@@ -1,6 +1,6 @@
 """Where a step's inputs are made: on the host in numpy, or on the device by a kernel.
 
-Takes a plan and gives its `Batch`, in two moves: `take` reads the plan and queues what the device must be
+Takes a plan's rows and gives its `Batch`, in two moves: `take` reads them and queues what the device must be
 told; `batch` launches what makes the tensors, in shapes that may have room for more rows and tokens than the
 step has, so that a CUDA graph can hold it. Knows no model and no sampling parameters.
 """
@@ -12,12 +12,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from asyncserve.gpu.batch import Batch, Padded, SampleRows, build_batch, plan_rows
+from asyncserve.gpu.batch import Batch, Padded, PlanRows, SampleRows, build_batch
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.device import Device
 from asyncserve.gpu.slots import SlotTable
 from asyncserve.gpu.staging import Int32Array, Int64Array, Staging
-from asyncserve.step import StepPlan
 
 _BLOCKS_PER_GRAPH = 16 * 1024
 """New blocks that a step run by a graph can bring: those of a quarter of a million tokens."""
@@ -42,11 +41,11 @@ class StepSize:
 class StepInputs(Protocol):
     """One way to make the inputs; it holds one step at a time."""
 
-    def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
+    def take(self, rows: PlanRows, size: StepSize | None = None, *, result_row: int = 0) -> bool:
         """Read a plan, whose admissions and appends are applied already, and queue its copy to the device.
 
         Args:
-            plan: At least one sequence.
+            rows: Of the plan.
             size: What there is room for; None for just this step.
             result_row: As `SampleRows.result_row`.
 
@@ -97,18 +96,18 @@ class HostInputs:
         self._slots = slots
         self._block_tables = block_tables
         self._staging = staging
-        self._plan: StepPlan | None = None
+        self._rows: PlanRows | None = None
 
-    def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
-        """Keep the plan."""
+    def take(self, rows: PlanRows, size: StepSize | None = None, *, result_row: int = 0) -> bool:
+        """Keep the rows."""
         assert size is None, "inputs made on the host have the step's size"
-        self._plan = plan
+        self._rows = rows
         return True
 
     def batch(self, size: StepSize | None = None) -> Batch:
-        """Build the batch of the plan taken."""
-        assert self._plan is not None
-        return build_batch(self._plan, self._slots, self._block_tables, self._staging)
+        """Build the batch of the rows taken."""
+        assert self._rows is not None
+        return build_batch(self._rows, self._slots, self._block_tables, self._staging)
 
     def settle(self) -> None:
         """Do nothing: the device keeps no tables."""
@@ -160,9 +159,8 @@ class DeviceInputs:
         self._num_tokens = self._num_samples = self._num_decode_rows = 0
         self._is_decode = False
 
-    def take(self, plan: StepPlan, size: StepSize | None = None, *, result_row: int = 0) -> bool:
+    def take(self, rows: PlanRows, size: StepSize | None = None, *, result_row: int = 0) -> bool:
         """Pack the step's row numbers and what the device's block tables lack, and queue the copy."""
-        rows = plan_rows(plan)
         row_slots, query_lens, seq_lens, sample_rows = (
             rows.slots,
             rows.query_lens,

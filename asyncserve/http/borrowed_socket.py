@@ -12,6 +12,8 @@ import socket
 class BorrowedSocket(socket.socket):
     """Another object for an open socket; its end closes nothing."""
 
+    __slots__ = ()
+
     def __del__(self) -> None:
         self.detach()
 

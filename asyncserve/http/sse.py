@@ -1,4 +1,4 @@
-"""Streamed answers: outputs of the engine become server-sent events, written straight to the transport.
+"""Streamed answers: outputs of the engine become server-sent events, written straight to the connection.
 
 No coroutine runs per token. Outputs come by `StreamSink.put`; texts of plain tokens come shorter still: the
 pipeline appends them, escaped, to `EventStream.texts` and calls `flush` with the one that makes them enough.

@@ -15,7 +15,7 @@ from collections.abc import Set
 WINDOW_S = 3600.0
 """Seconds after which a restart counts no more."""
 LOSSES_OF_A_CULPRIT = 3
-"""Losses it takes to find one: of a step of many, and of it alone, and again."""
+"""Losses it takes to find one: of a step of many, and of it alone, and again (once more if it hangs)."""
 
 
 class RestartBudget:

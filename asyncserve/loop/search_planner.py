@@ -1,8 +1,9 @@
 """What beam searches add to a plan: all rows of a search enter slots together, and sample together.
 
 `SearchPlanner` takes a draft and a search, and puts what its rows compute into the draft, if there is room
-for all of them; what rows have to compute before is shared out as prompts are. Knows neither which search is
-asked when (`step_planner`) nor what a search has found (`beam_search`).
+for all of them; what rows have to compute before is shared out as prompts are. Searches take turns where a
+step does not hold all. Knows neither when it is theirs (`step_planner`) nor what they have found
+(`beam_search`).
 """
 
 from bisect import bisect_right, insort

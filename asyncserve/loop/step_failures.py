@@ -6,9 +6,9 @@ and those that went well, gives the end of a culprit. Knows how large later step
 what is planned.
 
 A fault that strikes by itself may fall on an innocent's trial, and a second one on its next. So failures
-alone are counted by their kind: two of one kind condemn, for steps that did not end in time three, since a
-machine that stands still makes those as well. Three of any kinds condemn, too: what spoils memory shows in
-more ways than one, and a culprit does not live for ever. One trial that goes well clears a sequence of all.
+alone are counted by their kind: two of one kind condemn, but not two steps that did not end in time, since a
+machine that stands still makes those as well. Three of any kinds condemn: what spoils memory shows in more
+ways than one, and a culprit does not live for ever. One trial that goes well clears a sequence of all.
 """
 
 from typing import NamedTuple
@@ -24,11 +24,9 @@ FAILED_ALONE_LIMIT = 8
 """So many sequences failing alone, one after the other and no step between them going well, are the device's
 fault."""
 ALONE_LIMIT = 2
-"""So many failures of one kind, of steps of one sequence alone, condemn it."""
-HUNG_ALONE_LIMIT = 3
-"""The same for steps that did not end in time."""
+"""So many failures of one kind, of steps of one sequence alone, condemn it; not of steps that hung."""
 ANY_ALONE_LIMIT = 3
-"""So many failures of any kinds do, too."""
+"""So many failures of any kinds do."""
 
 
 class DeviceLoss(NamedTuple):
@@ -223,8 +221,8 @@ class StepFailures:
             return False  # a step planned before there were suspects: others are tried first
         kind = type(error)
         group.failed_alone[kind] += 1
-        limit = HUNG_ALONE_LIMIT if kind is DeviceHung else ALONE_LIMIT
-        return group.failed_alone[kind] >= limit or group.failed_alone.total() >= ANY_ALONE_LIMIT
+        is_repeated = kind is not DeviceHung and group.failed_alone[kind] >= ALONE_LIMIT
+        return is_repeated or group.failed_alone.total() >= ANY_ALONE_LIMIT
 
     def _end_request_of(self, culprit: SequenceState, error: StepFailed) -> list[TokenDelta]:
         """End a culprit and whatever else its request has: that would fail as well, one by one."""

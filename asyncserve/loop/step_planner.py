@@ -1,9 +1,10 @@
 """Which sequences compute how many tokens in the next step: the policy that `scheduler` tells of.
 
 `StepPlanner` takes the live sequences and gives the next `StepPlan`, or None. A step tries suspects and
-nobody else, or holds, in this order: searches that are ready, a token of every decoding sequence, chunks of
-running prompts, and of those it admits. It puts them into a `PlanDraft`, which sees to slots and blocks.
-Knows nothing of outputs and of what failed, but that there are suspects.
+nobody else, or holds, in this order: searches that are ready, a token of every decoding sequence (these first
+every other time, where not all fit), chunks of running prompts, and of those it admits. It puts them into a
+`PlanDraft`, which sees to slots and blocks. Knows nothing of outputs and of what failed, but that there are
+suspects.
 """
 
 from bisect import bisect_right, insort

@@ -3,7 +3,7 @@ from array import array
 import pytest
 import torch
 
-from asyncserve.gpu.batch import Batch, build_batch
+from asyncserve.gpu.batch import Batch, build_batch, plan_rows
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.device import CpuDevice, Device
 from asyncserve.gpu.slots import SlotTable
@@ -35,7 +35,7 @@ def batch_of(
             table.append(BlockAppend(group_id, slot, BLOCKS[group_id][slot]))
     sequences = tuple(ScheduledSequence(*row) for row in rows)
     plan = StepPlan(step_id=0, sequences=sequences, admitted=(assignment,) if admits else ())
-    batch = build_batch(plan, slots, tables, staging)
+    batch = build_batch(plan_rows(plan), slots, tables, staging)
     return batch, batch.sample_rows.write_back.tolist()
 
 

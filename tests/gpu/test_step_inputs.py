@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncserve.errors import InvariantError
-from asyncserve.gpu.batch import Batch
+from asyncserve.gpu.batch import Batch, PlanRows, plan_rows
 from asyncserve.gpu.block_tables import BlockTable
 from asyncserve.gpu.device import CpuDevice, open_device
 from asyncserve.gpu.slots import SlotTable
@@ -62,8 +62,8 @@ class Rows:
             table.release(slot)
 
 
-def plan_of(rows: list[tuple[int, int, int, bool]]) -> StepPlan:
-    return StepPlan(step_id=0, sequences=tuple(ScheduledSequence(*row) for row in rows))
+def rows_of(rows: list[tuple[int, int, int, bool]]) -> PlanRows:
+    return plan_rows(StepPlan(step_id=0, sequences=tuple(ScheduledSequence(*row) for row in rows)))
 
 
 def assert_same(made: Batch, expected: Batch, *, room: StepSize | None = None) -> None:
@@ -104,10 +104,10 @@ def assert_same(made: Batch, expected: Batch, *, room: StepSize | None = None) -
     assert set(made.sample_rows.write_back[num_samples:].tolist()) <= {NUM_SLOTS * (MAX_LEN + 1)}
 
 
-def step(rows: Rows, plan: StepPlan, room: StepSize | None) -> None:
-    rows.on_host.take(plan)
+def step(rows: Rows, planned: PlanRows, room: StepSize | None) -> None:
+    rows.on_host.take(planned)
     expected = rows.on_host.batch()
-    assert rows.on_device.take(plan, room, result_row=7)
+    assert rows.on_device.take(planned, room, result_row=7)
     made = rows.on_device.batch(room)
     rows.on_device.settle()
     assert_same(made, expected, room=room)
@@ -157,7 +157,7 @@ def test_the_kernel_makes_what_numpy_makes(
         total = sum(row[2] for row in plan)
         step(
             rows,
-            plan_of(plan),
+            rows_of(plan),
             StepSize(num_rows=NUM_SLOTS, num_tokens=total + 3, num_long_rows=2) if is_padded else None,
         )
         rows.release(leaver)
@@ -170,8 +170,8 @@ def test_a_step_that_was_never_launched_is_told_the_device_again() -> None:
     rows.admit(1, 10)
     rows.append(1, 0, 3)
     rows.append(1, 1, 2)
-    rows.on_device.take(plan_of([(1, 0, 10, True)]))
-    step(rows, plan_of([(1, 0, 10, True)]), None)
+    rows.on_device.take(rows_of([(1, 0, 10, True)]))
+    step(rows, rows_of([(1, 0, 10, True)]), None)
 
 
 def test_a_table_shorter_than_its_sequence_is_refused() -> None:
@@ -180,7 +180,7 @@ def test_a_table_shorter_than_its_sequence_is_refused() -> None:
     rows.append(1, 0, 3)
     rows.append(1, 1, 1)
     with pytest.raises(InvariantError, match="shorter"):
-        rows.on_device.take(plan_of([(1, 0, 10, True)]))
+        rows.on_device.take(rows_of([(1, 0, 10, True)]))
 
 
 def test_a_step_with_more_blocks_than_graphs_take_is_left_to_another_way() -> None:
@@ -190,9 +190,9 @@ def test_a_step_with_more_blocks_than_graphs_take_is_left_to_another_way() -> No
     rows.admit(0, 40)
     rows.append(0, 0, 10)
     rows.append(0, 1, 5)
-    plan = plan_of([(0, 39, 1, True)])
-    assert not rows.on_device.take(plan, room)
-    step(rows, plan, None)
+    planned = rows_of([(0, 39, 1, True)])
+    assert not rows.on_device.take(planned, room)
+    step(rows, planned, None)
 
 
 def test_padding_alone_touches_no_row() -> None:
@@ -200,7 +200,7 @@ def test_padding_alone_touches_no_row() -> None:
     rows.admit(0, 8)
     rows.append(0, 0, 2)
     rows.append(0, 1, 1)
-    step(rows, plan_of([(0, 0, 8, True)]), None)
+    step(rows, rows_of([(0, 0, 8, True)]), None)
     before = [table.clone() for table in rows.on_device._on_device]
     assert all(table.any() for table in before)
     size = StepSize(num_rows=3, num_tokens=3)
