@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from asyncserve.gpu.batch import plan_rows
 from tests.gpu.tiny_runners import (
     BLOCK_LEN,
     MIXED_GRAPH,
@@ -69,7 +70,7 @@ def test_a_graph_runs_branches_as_launches_do(subject: Subject) -> None:
         driver.step({neighbour: len(PROMPTS[0]), **({leader: 6 - last_chunk} if last_chunk < 6 else {})})
         branches = [driver.admit(prompt) for _ in range(2)]
         plan = driver.plan({neighbour: 1, leader: last_chunk, **dict.fromkeys(branches, 0)})
-        graph = driver.runner._find_graph(plan, num_samples=4)
+        graph = driver.runner._find_graph(plan, plan_rows(plan))
         assert graph is None or graph.size == MIXED_GRAPH
         assert (graph is None) == (MIXED_GRAPH not in subject.graphs)
         tokens = list(driver.runner.run(plan).wait().token_ids)
