@@ -57,7 +57,7 @@ def _print_examples(config: ServerConfig, url: str) -> None:
     socket = url.removeprefix("unix:") if url.startswith("unix:") else None
     address = f"--unix-socket {shlex.quote(socket)} http://localhost" if socket else url
     key = '-H "Authorization: Bearer $API_KEY" ' if config.api_key or config.api_key_file else ""
-    model = (config.served_model_name or (config.model,))[0].replace("\\", r"\\").replace('"', r"\"")
+    model = config.model_names[0].replace("\\", r"\\").replace('"', r"\"")
     plain = f'{{"model": "{model}", "prompt": "San Francisco is a", "max_tokens": 7, "temperature": 0}}'
     question = '{"role": "user", "content": "What is the capital of France?"}'
     stream = f'{{"model": "{model}", "messages": [{question}], "max_tokens": 64, "stream": true}}'

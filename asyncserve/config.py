@@ -105,9 +105,10 @@ class ServerConfig:
     """Seconds a step may take, compiling kernels included. One that takes longer counts as a lost device: a
     CPU is opened anew and running requests go on from where they were; with a GPU the process ends with
     status 70. 0 for no limit."""
-    max_device_restarts: int = 3
+    max_device_restarts: int = 5
     """Most times within an hour that a lost device is opened anew; then the process ends with status 70. It
-    takes three to find out that one request loses it; once that request has ended they do not count any more.
+    takes three to find out that one request loses it, four if it hangs; once that request has ended they do
+    not count any more. The default leaves one for chance while a request is tried.
     Three times as many, one after the other with no token between them, end the process whoever is blamed."""
     attention_backend: str = "auto"
     """Attention implementation; auto chooses by device."""
@@ -214,6 +215,11 @@ class ServerConfig:
     tcp and ipc addresses. Needs pip install asyncserve[kv-events]."""
     trace_steps: str | None = None
     """File that gets a timeline of every step (loop, device thread, device, waiter), for ui.perfetto.dev."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that requests may give for the model; the first stands in answers and metrics."""
+        return self.served_model_name or (self.model,)
 
     @classmethod
     def engine_options(cls) -> tuple[str, ...]:

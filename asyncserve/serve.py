@@ -220,7 +220,7 @@ def build_http(
     """Make the HTTP application over an engine, as the options say."""
     return build_app(
         engine,
-        model_names=config.served_model_name or (config.model,),
+        model_names=config.model_names,
         default_sampling=default_sampling(config, checkpoint),
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
@@ -311,9 +311,8 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     if config.api_key_file is not None:
         key_file = await asyncio.to_thread(KeyFile, config.api_key_file)
     checkpoint = await asyncio.to_thread(open_model, config)
-    model_names = config.served_model_name or (config.model,)
     registry = new_registry()
-    counted = PrometheusObserver(registry, model_name=model_names[0])
+    counted = PrometheusObserver(registry, model_name=config.model_names[0])
     observer = ObserverGroup([counted])
     recorder = None if config.disable_live_page else PipelineRecorder(time.monotonic)
     if recorder is not None:
@@ -326,7 +325,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         "cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": config.enable_prefix_caching,
     }
-    state = EngineCollector(engine.statistics, model_names[0], cache_config)
+    state = EngineCollector(engine.statistics, config.model_names[0], cache_config)
     registry.register(state)
     if config.metrics_compat == "vllm":
         registry.register(VllmNames([counted, state]))
@@ -334,7 +333,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
     if config.max_connections is not None and bound.max_connections != config.max_connections:
         logger.warning("max_connections: the limit of open files leaves only %d", bound.max_connections)
     traffic = HttpTraffic(
-        model_names[0], GENERATING_ROUTES, lambda: num_connections(runner), lambda: bound.num_refused
+        config.model_names[0], GENERATING_ROUTES, lambda: num_connections(runner), lambda: bound.num_refused
     )
     registry.register(traffic)
     closers = await asyncio.to_thread(start_tracing, config, observer, registry)
@@ -436,7 +435,7 @@ def start_tracing(
         ConfigError: Where they are to be written to cannot be used.
     """
     closers: list[Callable[[], None]] = []
-    model_name = (config.served_model_name or (config.model,))[0]
+    model_name = config.model_names[0]
     if config.otlp_traces_endpoint is not None:
         exporter = TraceExporter(config.otlp_traces_endpoint, model_name=model_name)
         observer.add(RequestTracer(exporter.take))
@@ -464,7 +463,7 @@ def start_kv_events(config: ServerConfig, registry: CollectorRegistry) -> KVEven
     if not config.enable_prefix_caching:
         raise ConfigError("kv_events_config tells of the prefix cache, which enable_prefix_caching turns off")
     publisher = KVEventPublisher(settings)
-    model_name = (config.served_model_name or (config.model,))[0]
+    model_name = config.model_names[0]
     registry.register(KVEventsCollector(publisher, model_name))
     logger.info("KV events: published on %s, told again on %s", *publisher.endpoints)
     return publisher

@@ -82,7 +82,7 @@ class Engine:
         long_prefill_token_threshold: int = 0,
         async_scheduling: bool = True,
         step_timeout_s: float = 300.0,
-        max_device_restarts: int = 3,
+        max_device_restarts: int = 5,
         grammar_compile_timeout_s: float = 10.0,
         make_grammar_compiler: Callable[[Tokenizer, int], GrammarCompiler] | None = None,
         seed: int = 0,

@@ -163,7 +163,8 @@ class PrefixCache:
         """Make blocks of a sequence's table findable, whose content is known; null blocks are passed over.
 
         So are blocks before them that were not, since others had the same content, if those are gone now: a
-        match would end there, and whoever is told of a block drops it if its parent is unknown.
+        match would end there, and whoever is told of a block drops it if its parent is unknown. What a row
+        with bad logits had forgotten may come back so: by a row that shares it and whose logits are good.
         """
         register, step = self._pool.register, manager.digests_per_block
         block_ids, digests = sequence.block_table.block_ids[manager.group_id], sequence.block_digests
