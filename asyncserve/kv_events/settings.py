@@ -11,6 +11,7 @@ from asyncserve.errors import ConfigError
 
 _MOST = 1_000_000_000
 """ZeroMQ counts messages in 32 bits."""
+_LAST_PORT = 65535
 _Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 
 
@@ -57,4 +58,16 @@ def read_settings(text: str | None) -> KVEventsSettings | None:
                 f"kv_events_config: {name} is {endpoint!r}, which links threads of one process: no router"
                 " could ever connect; tcp:// and ipc:// reach others"
             )
+        if endpoint is not None and _has_impossible_port(endpoint):
+            raise ConfigError(f"kv_events_config: {name} is {endpoint!r}; a port lies in [0, {_LAST_PORT}]")
     return settings if settings.enable_kv_cache_events and settings.publisher != "null" else None
+
+
+def _has_impossible_port(endpoint: str) -> bool:
+    """Return whether there is no such TCP port: ZeroMQ takes its last 16 bits, or connects to nothing."""
+    if not endpoint.startswith("tcp://"):
+        return False
+    try:
+        return not 0 <= int(endpoint.rpartition(":")[2]) <= _LAST_PORT
+    except ValueError:  # a wildcard, or what ZeroMQ refuses
+        return False

@@ -50,6 +50,9 @@ def test_every_value_is_read() -> None:
         ('{"max_queue_size": "many"}', r"Expected `int`, got `str` - at `\$\.max_queue_size`"),
         ('{"enable_kv_cache_events": 1}', "Expected `bool`, got `int`"),
         ('{"topic": "\udc80"}', "surrogates not allowed"),
+        ('{"endpoint": "tcp://*:99999"}', r"endpoint is 'tcp://\*:99999'; a port lies in \[0, 65535\]"),
+        ('{"endpoint": "tcp://[::]:-1"}', "a port lies in"),
+        ('{"replay_endpoint": "tcp://*:70000"}', r"replay_endpoint is 'tcp://\*:70000'; a port lies in"),
         (
             '{"endpoint": "inproc://events"}',
             "endpoint is 'inproc://events', which links threads of one process",
