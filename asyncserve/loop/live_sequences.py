@@ -178,7 +178,7 @@ class LiveSequences:
         self.paused.discard(sequence.sequence_id)
         self.allocator.drop_swapped(sequence)
         if sequence.trial_len:
-            self.suspects.clear(sequence)
+            self.suspects.let_go(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self.num_releasing += 1
         sequence.status = SequenceStatus.ENDED

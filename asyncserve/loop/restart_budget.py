@@ -4,7 +4,8 @@ Takes the times and numbers of losses, and which of them were found to be one re
 the device may be opened once more. Pure; knows no device.
 
 Two bounds. Losses that no request explains are the device's: no more than a number of them within a window.
-Those that are explained count no longer, or a client whose requests lose the device would end the process.
+Those that are explained, or may be the fault of a request that has left, count no longer, or a client whose
+requests lose the device would end the process.
 But a device that loses whatever it computes makes a culprit of every request: so there are bounded losses
 one after the other with no step between them that gave a token, however long they take.
 """
@@ -27,7 +28,7 @@ class RestartBudget:
 
     Attributes:
         num_restarts: So far, of the whole life.
-        num_explained: Losses that were a request's fault, so far; each once, whatever number of requests.
+        num_explained: Losses that are explained, so far; each once, whatever number of requests.
     """
 
     def __init__(self, limit: int) -> None:

@@ -208,7 +208,7 @@ class Scheduler:
             is_suspect = row.trial_len > 0
             if is_suspect:
                 # If a step fails because of it, that will show when it goes on.
-                live.suspects.clear(row)
+                live.suspects.let_go(row)
             if row.status is SequenceStatus.WAITING:
                 if not is_suspect:
                     live.waiting.remove(row)

@@ -35,7 +35,8 @@ class DeviceLoss(NamedTuple):
     Attributes:
         number: Of this loss: 0, 1, 2 …
         ends: The ends of the request that was found to be the cause, if one was.
-        explained: Numbers of the losses that were its fault.
+        explained: Numbers of the losses that were its fault, or that may be the fault of one which has left
+            before it could be tried alone.
     """
 
     number: int
@@ -140,7 +141,7 @@ class StepFailures:
             loss = self._judge_loss(lost_by, number)
         self._num_failed_alone = 0
         self._num_replayed_sequences += live.forget_device()
-        return loss
+        return loss._replace(explained=loss.explained | live.suspects.take_unsolved())
 
     def note_good(self, entry: StepInFlight) -> None:
         """Note that a step went well and is applied: who was tried in it is suspected no longer."""
@@ -189,9 +190,11 @@ class StepFailures:
         live = self._live
         entry = live.in_flight[0]
         failed: list[SequenceState] = []
+        has_left = False
         for scheduled, sequence in zip(entry.plan.sequences, entry.states, strict=True):
             suspect = live.representative(sequence)
             if not suspect.accepts_output or suspect.sequence_id in live.paused:
+                has_left |= suspect.status is SequenceStatus.ENDED or suspect.sequence_id in live.paused
                 continue
             if entry.is_trial:
                 is_blamed = suspect.trial_len > 0 and suspect not in failed
@@ -200,7 +203,7 @@ class StepFailures:
                 suspect.trial_len = suspect.trial_len or scheduled.start + scheduled.num_tokens
             if is_blamed:
                 failed.append(suspect)
-        loss = DeviceLoss(number, [], frozenset())
+        loss = DeviceLoss(number, [], frozenset({number} if has_left else ()))
         if not failed:
             return loss
         if entry.is_trial:

@@ -38,6 +38,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._groups: deque[SuspectGroup] = deque()
+        self._unsolved: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -77,9 +78,19 @@ class Suspects:
         self._groups.extendleft(reversed(parts))
 
     def clear(self, sequence: SequenceState) -> None:
-        """Suspect a sequence no longer: a step of it went well, or it has ended."""
+        """Suspect a sequence no longer: a step of it went well."""
         self._take_out(sequence)
         sequence.trial_len = 0
+
+    def let_go(self, sequence: SequenceState) -> None:
+        """Suspect a sequence no longer: it has ended or is paused, and whether it was the cause stays open."""
+        self._unsolved |= self._take_out(sequence).losses
+        sequence.trial_len = 0
+
+    def take_unsolved(self) -> set[int]:
+        """Return the numbers of the losses whose suspects were let go of since this was last called."""
+        unsolved, self._unsolved = self._unsolved, set()
+        return unsolved
 
     def check(self) -> None:
         """Verify the invariants; for tests.

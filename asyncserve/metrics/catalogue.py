@@ -385,7 +385,7 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter(
         "explained_device_losses_total",
         "losses",
-        "Losses of the device by the fault of one request, which has ended.",
+        "Losses of the device by the fault of one request, which has ended, or perhaps of one that left.",
         Source.COLLECTOR,
     ),
     _gauge("device_is_lost", "", "1 while a lost device is being opened anew, else 0."),

@@ -315,6 +315,21 @@ async def test_any_number_of_requests_that_lose_the_device_ends_neither_the_engi
         assert b.engine.is_accepting
 
 
+async def test_losses_by_requests_that_leave_before_they_are_tried_do_not_count_against_the_device() -> None:
+    executor = faulty(lose_device=Trigger(token_id=CULPRIT))
+    async with bench(executor=executor, settles=False, max_device_restarts=3) as b:
+        for number in range(8):
+            num_before = b.engine.statistics().num_device_restarts
+            innocents = {first: send(b, first, max_tokens=20) for first in (3, 5)}
+            b.send(TokensPrompt(token_ids=prompt(CULPRIT)), f"culprit {number}")
+            await b.until(lambda num=num_before: b.engine.statistics().num_device_restarts > num)
+            b.engine.abort(f"culprit {number}")
+            for first, sink in innocents.items():
+                assert (await sink.wait()).choice().token_ids == expected(first, 20)
+        assert b.engine.statistics().num_device_restarts >= 8
+        assert b.engine.is_accepting
+
+
 async def test_many_requests_at_once_that_lose_the_device_end_and_those_that_run_go_on() -> None:
     executor = faulty(lose_device=Trigger(token_id=CULPRIT))
     async with bench(executor=executor, settles=False, max_device_restarts=3) as b:

@@ -363,6 +363,24 @@ def test_who_loses_the_device_whenever_it_is_computed_ends_after_three_losses_an
         assert bench.statistics().num_failed_sequences == 1
 
 
+@pytest.mark.parametrize("is_in_flight", [True, False])
+@pytest.mark.parametrize("leave", ["abort", "pause"])
+def test_a_loss_whose_cause_may_have_left_is_told_with_the_explained(leave: str, is_in_flight: bool) -> None:
+    bench = crowd(3)
+    bench.step()
+    if is_in_flight:
+        bench.must_plan()
+        getattr(bench.scheduler, leave)(2)
+        bench.lose_device()
+    else:
+        bench.must_plan()
+        bench.lose_device()
+        assert bench.explained == set()
+        getattr(bench.scheduler, leave)(2)
+        bench.lose_device(by_step=False)
+    assert bench.explained == {0}
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_the_losses_of_a_culprit_are_explained_by_its_end_and_no_others(ahead: bool) -> None:
     bench = crowd(5, async_scheduling=ahead)

@@ -70,6 +70,21 @@ def test_who_is_cleared_is_suspected_no_longer_and_cannot_be_cleared_again() -> 
         tried.clear(sequence)
 
 
+def test_losses_of_those_who_are_let_go_are_told_once_and_not_of_those_who_are_cleared() -> None:
+    tried = Suspects()
+    first, second, third = suspects(3)
+    tried.add([first], 1, loss=4)
+    tried.add([second], 1, loss=7)
+    tried.add([third], 1)
+    tried.clear(first)
+    tried.let_go(second)
+    tried.let_go(third)
+    assert not tried
+    assert second.trial_len == 0
+    assert tried.take_unsolved() == {7}
+    assert not tried.take_unsolved()
+
+
 def test_a_step_whose_sequences_have_all_ended_leaves_nobody_to_suspect() -> None:
     tried = Suspects()
     tried.add([], 1)
