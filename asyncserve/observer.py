@@ -107,7 +107,7 @@ class EngineStatistics:
         num_failed_sequences: Sequences ended because a step of theirs alone, or of another of their request,
             failed or lost the device, so far.
         num_device_restarts: Times the device was opened anew, so far.
-        num_explained_losses: Times it was lost by the fault of one request, which has ended or may be one that left.
+        num_explained_losses: Times it was lost by the fault of one request, perhaps one that left.
         device_is_lost: It is being opened anew now.
         channels: Every channel of the pipeline.
     """

@@ -83,7 +83,7 @@ class Suspects:
         sequence.trial_len = 0
 
     def let_go(self, sequence: SequenceState) -> None:
-        """Suspect a sequence no longer: it has ended or is paused, and whether it was the cause stays open."""
+        """Suspect a sequence no longer: it ends or pauses, and whether it was the cause stays open."""
         self._unsolved |= self._take_out(sequence).losses
         sequence.trial_len = 0
 
