@@ -123,7 +123,7 @@ class Benchmark:
 
     def _baseline(self) -> None:
         if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-            self._say("no FastAPI here: pip install --group baseline")
+            self._say("no FastAPI here: pip install fastapi uvicorn httptools")
             return
         for num_streams in (64, 256):
             self._say(f"FastAPI, {num_streams} streams")
