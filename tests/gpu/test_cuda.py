@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -128,6 +129,8 @@ def test_executor_one_step_ahead_and_past_a_failed_step() -> None:
 
 @pytest.mark.parametrize("max_model_len", [None, 48])
 def test_startup_measures_memory_and_leaves_the_rest_alone(max_model_len: int | None) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # what tests before this one left
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     runner, info = start_runner(
         dummy_checkpoint(hidden_size=512, intermediate_size=1024, vocab_size=32000, num_hidden_layers=4),

@@ -52,6 +52,9 @@ GPT_OSS = SIZES | {
     "num_local_experts": 1,
     "num_experts_per_tok": 1,
 }
+# transformers before 5.19 computes with its defaults, whatever a configuration says.
+READS_SWIGLU = hasattr(GptOssConfig(), "swiglu_limit")
+SWIGLU = {"swiglu_limit": 0.5, "swiglu_alpha": 1.1} if READS_SWIGLU else {}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama_head_dim": LlamaConfig(**SIZES, head_dim=10),
@@ -99,8 +102,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt_oss_plain": GptOssConfig(
         **GPT_OSS,
         attention_bias=False,
-        swiglu_limit=0.5,
-        swiglu_alpha=1.1,
+        **SWIGLU,
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 300.0},
     ),
