@@ -62,14 +62,17 @@ that of a process that was stopped or of a machine that slept, learns only now w
 APPLIED_CAPACITY = 2
 """Steps the detokenizer may be behind before it holds up the scheduler, which has supplied the device by
 then: more would only let tokens grow old, and their plans with them."""
-SCHEDULED_PER_TURN = 8
-"""Sequences that end, arrive or are admitted, after which the scheduler's stage gives way to the others."""
-SLICE_LEN = 32
-"""Deltas handed to sinks in one iteration of the loop: about 0.2 ms of work with a socket write each."""
-PLAIN_SLICE_LEN = 512
-"""Plain tokens that wait for a later write, in one iteration: about 0.1 ms."""
-END_WEIGHT = 8
-"""The end of a sequence counts as so many deltas: it may wake a handler that writes a whole answer."""
+ROWS_PER_TURN = 512
+"""Rows of steps, applied or planned, after which the scheduler's stage gives way to the others: about 0.3 ms.
+Where that is a plan, the device has it the sooner."""
+CHANGE_ROWS = 64
+"""A sequence that arrives, is admitted or ends counts as so many."""
+SLICE_S = 0.0002
+"""How long outputs may be handed to sinks in one iteration of the loop, whatever a socket write takes."""
+LOOK_INTERVAL = 8
+"""Tokens between two looks at the clock: at least about 5 µs, at most, with a write for each, 0.1 ms."""
+END_S = SLICE_S / 4
+"""The end of a sequence shortens its slice by so much: it may wake a handler that writes a whole answer."""
 
 
 class Launched(NamedTuple):
@@ -92,6 +95,20 @@ class AppliedStep(NamedTuple):
     completion: Completion
     deltas: StepDeltas
     now_s: float
+
+
+class Turn:
+    """How much of an iteration of the loop a stage has used, counted in rows of steps."""
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+
+    async def use(self, num_rows: int) -> None:
+        """Count what was done, and give way to the others where that was enough for an iteration."""
+        self._num_rows += num_rows
+        if self._num_rows >= ROWS_PER_TURN:
+            self._num_rows = 0
+            await asyncio.sleep(0)
 
 
 class Pipeline:
@@ -325,6 +342,7 @@ class Pipeline:
             steps: list[AppliedStep] = []
             lost: DeviceLost | None = None
             lost_by: Completion | None = None
+            turn = Turn()
             for completion in completions.take_all():
                 began_s = self._clock()
                 output = completion.output
@@ -344,23 +362,20 @@ class Pipeline:
                 self._last_progress_s = now_s
                 steps.append(AppliedStep(completion, deltas, now_s))
                 observer.stage_ran("apply", completion.plan.step_id, began_s, self._clock())
+                await turn.use(len(completion.plan.sequences) + CHANGE_ROWS * len(deltas.deltas))
             if lost is not None:
                 while steps:
                     await applied.put(steps.pop(0))
                 await self._reopen_device(lost, lost_by)
                 now_s = self._clock()
-            if any(len(step.deltas.deltas) >= SCHEDULED_PER_TURN for step in steps):
-                await asyncio.sleep(0)  # many ends, perhaps: those were this iteration's share
             while scheduler.release_some():  # noqa: ASYNC110 - it waits for nobody, others have their turn
                 await asyncio.sleep(0)
             resumed.take_all()
-            arrived = arrivals.take_all()
-            for number, arrival in enumerate(arrived, 1):
+            for arrival in arrivals.take_all():
                 self._intake.note_taken(arrival)
                 if not arrival.active.has_ended:
                     self._add(arrival)
-                if number % SCHEDULED_PER_TURN == 0:
-                    await asyncio.sleep(0)
+                await turn.use(CHANGE_ROWS)
             began_s = self._clock()
             while (plan := scheduler.plan(now_s)) is not None:
                 plans.put_nowait(plan)
@@ -368,17 +383,15 @@ class Pipeline:
                 if plan.admitted:
                     num_tokens = sum(len(each.token_ids) for each in plan.admitted)
                     self._starts.note(Load(len(plan.admitted), num_tokens), now_s)
-                ended_s = self._clock()
-                observer.stage_ran("plan", plan.step_id, began_s, ended_s)
-                began_s = ended_s
-                if len(plan.admitted) >= SCHEDULED_PER_TURN:
-                    await asyncio.sleep(0)  # that was this iteration's share of the loop's time
-                    began_s = self._clock()
-            if self._cache_log is not None:
-                self._cache_log.flush()
+                observer.stage_ran("plan", plan.step_id, began_s, self._clock())
+                await turn.use(len(plan.sequences) + CHANGE_ROWS * len(plan.admitted))
+                began_s = self._clock()
             # Only now, with the device supplied, is it time for the outputs.
             for step in steps:
                 await applied.put(step)
+                scheduler.register_some()
+            if self._cache_log is not None:
+                self._cache_log.flush()
 
     def _add(self, arrival: Arrival) -> None:
         leader_id = arrival.sequences[0].tokenized.sequence_id
@@ -491,18 +504,20 @@ class Pipeline:
 
     async def _detokenize(self) -> None:
         """Applied steps → the sinks, a slice of sequences per iteration of the loop."""
-        sequences, observer = self._sequences, self._observer
-        num_since_yield = 0
-        last_s = 0.0
+        sequences, observer, clock = self._sequences, self._observer, self._clock
+        slice_end_s = last_s = 0.0
+        begins_slice = True
         async for completion, (plain, plain_ids, deltas), now_s in self._applied:
-            step_id, began_s = completion.plan.step_id, self._clock()
+            step_id, began_s = completion.plan.step_id, clock()
+            if begins_slice:
+                slice_end_s = began_s + SLICE_S
             num_alike = 0  # sequences whose last token came with the step before
             gaps_s: list[float] = []
-            for first in range(0, len(plain), PLAIN_SLICE_LEN):
-                end = first + PLAIN_SLICE_LEN
-                if first or num_since_yield >= SLICE_LEN:
-                    num_since_yield = 0
+            for first in range(0, len(plain), LOOK_INTERVAL):
+                end = first + LOOK_INTERVAL
+                if clock() >= slice_end_s:
                     began_s = await self._give_way(step_id, began_s)
+                    slice_end_s = began_s + SLICE_S
                 # Once per token of every stream: no call but those that write.
                 for state, token_id in zip(plain[first:end], plain_ids[first:end], strict=True):
                     sequence = sequences.get(state.sequence_id)
@@ -530,18 +545,13 @@ class Pipeline:
                             output = sequence.feed(TokenDelta(state.sequence_id, (token_id,)))
                             if output.finish_reason is not None:
                                 self._finish(sequence, output.finish_reason, tell_scheduler=True)
-                                num_since_yield += END_WEIGHT
+                                slice_end_s -= END_S
                     except Exception:
                         self._sink_raised(sequence.owner)
-                    num_since_yield += 1
-                    if num_since_yield >= SLICE_LEN:
-                        num_since_yield = 0
-                        began_s = await self._give_way(step_id, began_s)
             for delta in deltas:
-                if num_since_yield >= SLICE_LEN:
-                    num_since_yield = 0
+                if clock() >= slice_end_s:
                     began_s = await self._give_way(step_id, began_s)
-                num_since_yield += 1
+                    slice_end_s = began_s + SLICE_S
                 sequence = sequences.get(delta.sequence_id)
                 if sequence is None:
                     continue
@@ -558,13 +568,14 @@ class Pipeline:
                     continue
                 if output.finish_reason is not None:
                     self._finish(sequence, output.finish_reason, tell_scheduler=delta.finish_reason is None)
-                    num_since_yield += END_WEIGHT
+                    slice_end_s -= END_S
             if num_alike:
                 gaps_s += [now_s - last_s] * num_alike
             last_s = now_s
             if isinstance(completion.output, StepOutput):
                 observer.step_applied(completion.plan, completion.output, gaps_s, now_s)
-            observer.stage_ran("detokenize", step_id, began_s, self._clock())
+            observer.stage_ran("detokenize", step_id, began_s, clock())
+            begins_slice = not self._applied.is_ready  # what comes next is waited for
 
     async def _give_way(self, step_id: int, began_s: float) -> float:
         """End a slice of `_detokenize`; returns when the next one begins."""

@@ -7,7 +7,7 @@ import pytest
 from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.intake import STARTED_PER_TURN
-from asyncserve.loop.pipeline import SLICE_LEN
+from asyncserve.loop.pipeline import LOOK_INTERVAL, ROWS_PER_TURN, SLICE_S
 from asyncserve.loop.step_planner import MAX_ADMITTED
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
 from tests.fakes.engine import VOCAB_SIZE, Bench, bench
@@ -132,11 +132,14 @@ async def test_a_burst_of_short_prompts_is_encoded_one_per_turn_of_the_loop() ->
 async def test_outputs_of_a_step_reach_the_sinks_in_slices() -> None:
     puts_per_turn: dict[int, int] = {}
     turn = 0
+    clock = Clock()
+    put_s = SLICE_S / 20
 
     def count(output: RequestOutput) -> None:
         puts_per_turn[turn] = puts_per_turn.get(turn, 0) + 1
+        clock.now_s += put_s
 
-    async with bench(MANY_SLOTS) as b:
+    async with bench(MANY_SLOTS, clock=clock) as b:
         b.executor.hold()
         sinks = [RecordingSink(on_put=count) for _ in range(100)]
         for i, sink in enumerate(sinks):
@@ -147,7 +150,7 @@ async def test_outputs_of_a_step_reach_the_sinks_in_slices() -> None:
         while not all(sink.has_ended for sink in sinks):
             turn += 1
             await asyncio.sleep(0)
-        assert max(puts_per_turn.values()) == SLICE_LEN
+        assert 20 <= max(puts_per_turn.values()) < 20 + LOOK_INTERVAL
 
 
 async def test_many_sequences_that_end_in_one_step_end_a_few_per_turn() -> None:
@@ -217,6 +220,36 @@ async def test_plans_that_admit_many_are_not_made_in_one_turn() -> None:
             plans_per_turn.append([len(plan.admitted) for plan in b.executor.plans[num_plans:]])
         assert sorted(plan for plans in plans_per_turn for plan in plans)[-2:] == [MAX_ADMITTED] * 2
         assert max(map(len, plans_per_turn)) == 1
+        b.executor.resume()
+        for sink in sinks:
+            await sink.wait()
+
+
+async def test_steps_of_many_rows_that_end_together_are_not_followed_in_one_turn() -> None:
+    """The scheduler's stage held the loop for over a millisecond: two steps applied, two planned."""
+    info = fake_info(
+        vocab_size=VOCAB_SIZE,
+        num_slots=ROWS_PER_TURN,
+        num_blocks=4 * ROWS_PER_TURN,
+        max_num_batched_tokens=4 * ROWS_PER_TURN,
+        max_model_len=4096,
+    )
+    async with bench(info, max_num_queued_requests=ROWS_PER_TURN) as b:
+        b.executor.hold()
+        sinks = [b.send("x", str(i), max_tokens=40) for i in range(ROWS_PER_TURN)]
+        await b.until(lambda: len(b.tokenizer.encoding_threads) == ROWS_PER_TURN)
+        while not b.executor.plans or len(b.executor.plans[-1].sequences) < ROWS_PER_TURN:
+            await b.turn(40)
+            b.executor.complete()
+        await b.turn(40)
+        b.executor.complete()
+        b.executor.complete()
+        plans_per_turn = []
+        for _ in range(20):
+            num_plans = len(b.executor.plans)
+            await asyncio.sleep(0)
+            plans_per_turn.append(len(b.executor.plans) - num_plans)
+        assert (sum(plans_per_turn), max(plans_per_turn)) == (2, 1)
         b.executor.resume()
         for sink in sinks:
             await sink.wait()
