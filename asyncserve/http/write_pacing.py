@@ -2,8 +2,8 @@
 
 A write to a socket costs the kernel several times what the event in it costs us, so many tokens a second
 are cheaper in fewer writes. A stream that was written to under load *rests* for `JOIN_INTERVAL_S`, or longer
-where so many rest that there would be more than `JOINED_WRITES_PER_S`, or writes would take more than
-`WRITE_SHARE` of the loop: what comes meanwhile is kept, and goes out in one write when its rest is over.
+where so many rest that there would be more than `JOINED_WRITES_PER_S`: what comes meanwhile is kept, and goes
+out in one write when its rest is over.
 Rests end in the order they began, in slices, by one timer; so the writes of many streams spread over the
 interval. Below the load, and with `stream_interval`, nobody rests. Knows no transport: streams write
 themselves.
@@ -22,15 +22,6 @@ JOIN_INTERVAL_S = 0.004
 JOINED_WRITES_PER_S = 64_000.0
 """Most writes under load: 256 streams rest for 4 ms, 1,024 for 16, 4,096 for 64. Without a bound the writes
 of one step over many streams take longer than a rest, and nothing is ever joined."""
-WRITE_SHARE = 1 / 2
-"""Most of the loop's time that they may take, where a write takes so long that this means fewer: steps would
-be so slow else that each write had but one token."""
-WRITE_S = 5e-6
-"""What a write takes, until that is known."""
-MOST_WRITE_S = 16e-6
-"""What counts of a write at most: where it took longer, somebody else had the processor meanwhile."""
-SLICES_AVERAGED = 64
-"""Over about so many slices of writes what one takes is averaged."""
 JOIN_ABOVE_PER_S = 50_000.0
 """Tokens a second from which streams rest: writing each by itself would take a quarter of a core."""
 JOIN_BELOW_PER_S = 40_000.0
@@ -40,11 +31,9 @@ JUDGED_TOKENS = 512
 EARLY_S = 0.0005
 """By so much a rest may end early: the loop's timers count in milliseconds."""
 LEAST_DELAY_S = 0.001
-SLICE_S = 0.0002
+SLICE_S = 0.00025
 """How long writes may have the loop in one iteration, whatever a write takes: about a third of one that is
 never idle, beside the slices of the other stages."""
-LATE_SLICE_S = 0.0005
-"""The same where rests last more than twice as long as they are to."""
 NEVER = -1
 """A `flush_len` that no number of texts reaches."""
 
@@ -78,7 +67,6 @@ class WritePacer:
         self._joins = False
         self._num_tokens = 0
         self._judged_s = clock()
-        self._write_s = WRITE_S
         self._resting: deque[tuple[float, PacedStream]] = deque()
         self.is_waking = False
         """Whether the loop will call it."""
@@ -100,16 +88,11 @@ class WritePacer:
             return
         stream.is_resting = True
         stream.flush_len = NEVER
-        self._resting.append((self._clock() + self._rest_s, stream))
+        rest_s = max(JOIN_INTERVAL_S, len(self._resting) / JOINED_WRITES_PER_S)
+        self._resting.append((self._clock() + rest_s, stream))
         if not self.is_waking:
             self.is_waking = True
             asyncio.get_running_loop().call_later(JOIN_INTERVAL_S, self._wake)
-
-    @property
-    def _rest_s(self) -> float:
-        """How long who begins to rest now is to."""
-        each_s = max(1 / JOINED_WRITES_PER_S, self._write_s / WRITE_SHARE)
-        return max(JOIN_INTERVAL_S, len(self._resting) * each_s)
 
     def _judge_load(self) -> None:
         now_s = self._clock()
@@ -121,23 +104,17 @@ class WritePacer:
     def _wake(self) -> None:
         """End the rests that are over, for no longer than a slice of time."""
         resting, clock = self._resting, self._clock
-        began_s = now_s = clock()
-        due_s = began_s + EARLY_S
-        is_late = resting[0][0] + self._rest_s < began_s
-        end_s = began_s + (LATE_SLICE_S if is_late else SLICE_S)
-        num_writes = 0
+        now_s = clock()
+        due_s, end_s = now_s + EARLY_S, now_s + SLICE_S
         while resting and resting[0][0] <= due_s and now_s <= end_s:
             _, stream = resting.popleft()
             stream.is_resting = False
             try:
-                num_writes += stream.end_rest()
+                stream.end_rest()
             except Exception:
                 # Its own affair: the other streams wait behind it.
                 logger.exception("a stream could not be written")
             now_s = clock()
-        if num_writes:
-            write_s = min((now_s - began_s) / num_writes, MOST_WRITE_S)
-            self._write_s += (write_s - self._write_s) / SLICES_AVERAGED
         self.is_waking = bool(resting)
         if resting:
             delay_s = resting[0][0] - due_s

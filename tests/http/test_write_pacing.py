@@ -12,11 +12,8 @@ from asyncserve.http.write_pacing import (
     JOIN_INTERVAL_S,
     JOINED_WRITES_PER_S,
     JUDGED_TOKENS,
-    LATE_SLICE_S,
     NEVER,
     SLICE_S,
-    WRITE_S,
-    WRITE_SHARE,
     WritePacer,
 )
 from tests.http.live import until
@@ -125,6 +122,10 @@ async def test_stream_with_nothing_to_write_may_write_at_once_after_its_rest() -
     assert stream.flush_len == 1
 
 
+WRITE_S = 5e-6
+"""What a write of theirs takes."""
+
+
 class SlowStream(Stream):
     """Always has something to write, which takes its time."""
 
@@ -134,18 +135,16 @@ class SlowStream(Stream):
         clock: Clock,
         name: str = "",
         written: list[str] | None = None,
-        write_s: float = WRITE_S,
     ) -> None:
         super().__init__(pacer, name, written)
         self.clock = clock
-        self.write_s = write_s
         self.num_tokens = 16
         self.has_waiting = True
         self.gaps_s: list[float] = []
         self.written_s = clock()
 
     def end_rest(self) -> bool:
-        self.clock.now_s += self.write_s
+        self.clock.now_s += WRITE_S
         self.gaps_s.append(self.clock() - self.written_s)
         self.written_s = self.clock()
         super().end_rest()
@@ -196,19 +195,18 @@ class BusyLoop:
 
 
 def run_busy(
-    monkeypatch: pytest.MonkeyPatch, num_streams: int, *, write_s: float, others_s: float
-) -> tuple[BusyLoop, list[float], float]:
+    monkeypatch: pytest.MonkeyPatch, num_streams: int, *, others_s: float
+) -> tuple[BusyLoop, list[float]]:
     """Let streams be written to in a loop that is never idle, for a second.
 
     Returns:
-        The loop, the times between two writes of a stream in the second half, in order, and what part of
-        that half was spent on writes.
+        The loop, and the times between two writes of a stream in the second half, in order.
     """
     clock = Clock()
     loop = BusyLoop(clock, others_s=others_s)
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
     pacer = loaded(clock)
-    streams = [SlowStream(pacer, clock, write_s=write_s) for _ in range(num_streams)]
+    streams = [SlowStream(pacer, clock) for _ in range(num_streams)]
     for number, stream in enumerate(streams):
         pacer.note_write(stream, stream.num_tokens)
         if number % 16 == 0:
@@ -221,30 +219,20 @@ def run_busy(
     while clock() < half_s + 0.5:
         loop.turn()
     gaps_s = sorted(gap_s for stream in streams for gap_s in stream.gaps_s)
-    return loop, gaps_s, len(gaps_s) * write_s / (clock() - half_s)
+    return loop, gaps_s
 
 
 @pytest.mark.parametrize(("num_streams", "rest_s"), [(256, 0.004), (1024, 0.016), (4096, 0.064)])
-def test_rests_last_no_more_than_twice_as_long_as_they_are_to_though_the_loop_is_never_idle(
+def test_rests_end_near_their_time_though_the_loop_is_never_idle(
     num_streams: int, rest_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 1,024 streams each was written to every 50 to 90 ms, not every 16.
 
     There were 16 writes in an iteration of the loop, however long an iteration was.
     """
-    loop, gaps_s, _ = run_busy(monkeypatch, num_streams, write_s=WRITE_S, others_s=0.0008)
-    assert gaps_s[len(gaps_s) * 99 // 100] < 2 * rest_s + JOIN_INTERVAL_S
-    assert loop.longest_s <= LATE_SLICE_S + 2 * WRITE_S
-
-
-@pytest.mark.parametrize("write_s", [5e-6, 8e-6, 14e-6])
-def test_whatever_a_write_takes_the_loop_has_its_time_for_other_things(
-    write_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At a fixed number of writes a second a machine on which they cost twice as much did little else."""
-    _, _, part = run_busy(monkeypatch, 1024, write_s=write_s, others_s=0.0001)
-    share = min(WRITE_SHARE, write_s * JOINED_WRITES_PER_S)
-    assert 0.8 * share < part < 1.05 * share
+    loop, gaps_s = run_busy(monkeypatch, num_streams, others_s=0.0008)
+    assert gaps_s[len(gaps_s) * 99 // 100] < 1.5 * rest_s + 1.5 * JOIN_INTERVAL_S
+    assert loop.longest_s <= SLICE_S + 2 * WRITE_S
 
 
 async def test_many_streams_rest_longer_so_that_writes_do_not_exceed_their_bound() -> None:
