@@ -86,18 +86,19 @@ class NoModel:
 
 
 class WithModel:
-    """A model on this machine's processor.
+    """A model on this machine.
 
     Args:
         model: Path.
+        device: Where it runs.
         num_slots: Most sequences at once.
     """
 
-    def __init__(self, model: str, num_slots: int) -> None:
+    def __init__(self, model: str, *, device: str, num_slots: int) -> None:
         checkpoint = open_checkpoint(model)
         self._runner, self.info = start_runner(
             checkpoint,
-            device="cpu",
+            device=device,
             max_num_seqs=num_slots,
             max_num_batched_tokens=max(512, num_slots),
             max_model_len=2 * LONGEST,
@@ -313,6 +314,7 @@ def main() -> None:
     options.add_argument("--concurrency", type=int, default=64, help="requests at once, without a model")
     options.add_argument("--searches", type=int, default=24, help="of each row with a model; 4 at once")
     options.add_argument("--mixes", nargs="+", choices=[mix.name for mix in MIXES], help="these only")
+    options.add_argument("--device", default="cpu", help="where the model runs")
     options.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6], help="of beam searches")
     arguments = options.parse_args()
     print(HEAD)
@@ -324,10 +326,17 @@ def main() -> None:
             print(use.row(mix, "n", n), flush=True)
     if arguments.model is None:
         return
-    device = WithModel(arguments.model, num_slots=4 * max(arguments.widths))
+    with_model = WithModel(arguments.model, device=arguments.device, num_slots=4 * max(arguments.widths))
     for mix in mixes:
         for width in arguments.widths:
-            load = Load(device.info, device, mix, text=device.token_ids, n=width, use_beam_search=True)
+            load = Load(
+                with_model.info,
+                with_model,
+                mix,
+                text=with_model.token_ids,
+                n=width,
+                use_beam_search=True,
+            )
             print(load.run(arguments.searches, 4).row(mix, "beams", width), flush=True)
 
 
