@@ -46,7 +46,7 @@ from asyncserve.kv_events.settings import read_settings
 from asyncserve.loop.engine import Engine
 from asyncserve.loop.grammar import import_library
 from asyncserve.loop.tokenizer import load_tokenizer
-from asyncserve.metrics.collector import EngineCollector, KVEventsCollector, TracingCollector
+from asyncserve.metrics.collector import EngineCollector, OutcomeCollector
 from asyncserve.metrics.exposition import new_registry, render
 from asyncserve.metrics.http_traffic import HttpTraffic
 from asyncserve.metrics.observer import PrometheusObserver
@@ -439,7 +439,8 @@ def start_tracing(
     if config.otlp_traces_endpoint is not None:
         exporter = TraceExporter(config.otlp_traces_endpoint, model_name=model_name)
         observer.add(RequestTracer(exporter.take))
-        registry.register(TracingCollector(exporter, model_name))
+        outcomes = {"exported": lambda: exporter.num_exported, "dropped": lambda: exporter.num_dropped}
+        registry.register(OutcomeCollector("traced_requests_total", outcomes, model_name))
         closers.append(exporter.close)
     if config.trace_steps is not None:
         try:
@@ -464,7 +465,8 @@ def start_kv_events(config: ServerConfig, registry: CollectorRegistry) -> KVEven
         raise ConfigError("kv_events_config tells of the prefix cache, which enable_prefix_caching turns off")
     publisher = KVEventPublisher(settings)
     model_name = config.model_names[0]
-    registry.register(KVEventsCollector(publisher, model_name))
+    outcomes = {"sent": lambda: publisher.num_sent, "left_out": lambda: publisher.num_left_out}
+    registry.register(OutcomeCollector("kv_event_batches_total", outcomes, model_name))
     logger.info("KV events: published on %s, told again on %s", *publisher.endpoints)
     return publisher
 

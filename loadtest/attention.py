@@ -308,7 +308,7 @@ def measure(copy: float) -> Rows:
     """Measure decode and prefill and print a row for each."""
     pool, num_sms = new_pool()
     rows: Rows = []
-    decode = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, num_sms=num_sms)
+    decode = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, cached=DTYPE, num_sms=num_sms)
     shapes = kernel_shapes()
     rows += measure_decode(pool, decode, shapes, copy)
     print(f"{'between projections':16}{'rows':>11}{'two launches µs':>17}{'one µs':>9}")
@@ -348,6 +348,7 @@ def measure(copy: float) -> Rows:
         rows.append({"prefill": name, "shape": shape.name, "us": us, "tflops": rates})
     for dtype in FP8_DTYPES:
         pool, _ = new_pool(dtype)
+        decode = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, cached=dtype, num_sms=num_sms)
         rows += measure_decode(pool, decode, shapes, copy)
     return rows
 
@@ -410,10 +411,10 @@ def tune() -> Rows:
         ],
     )
     pool, num_sms = new_pool()
-    chosen = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, num_sms=num_sms)
     rows: Rows = []
-    rows += tune_decode(pool, tuned_decode_cases(), chosen)
-    rows += tune_decode(new_pool(FP8_DTYPES[0])[0], tuned_decode_cases(), chosen)
+    for dtype in (DTYPE, FP8_DTYPES[0]):
+        chosen = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, cached=dtype, num_sms=num_sms)
+        rows += tune_decode(pool if dtype == DTYPE else new_pool(dtype)[0], tuned_decode_cases(), chosen)
     suits = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
     for num_rows, num_queries, num_cached in PROMPTS[:3]:
         prefill = Prefill(pool, first, num_rows, num_queries, num_cached)

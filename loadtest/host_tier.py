@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-prompts", type=int, default=256, help="Of the prefix cache's load.")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=32)
-    parser.add_argument("--host-gib", type=float, default=16.0, help="Of the host's memory. Default: 16.")
+    parser.add_argument(
+        "--host-gib",
+        type=float,
+        help="Of the host's memory. Default: half as much again as a repeat's prompts take; 16 for swaps.",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--skip", nargs="+", default=[], choices=("swap", "prefixes"))
     parser.add_argument(
@@ -66,11 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"shape": shape.name, **row}), flush=True)
 
     if "swap" not in arguments.skip:
-        note(swap(shape, arguments.lens, arguments.host_gib, arguments.repeats, further))
+        note(swap(shape, arguments.lens, arguments.host_gib or 16.0, arguments.repeats, further))
         gc.collect()
     if "prefixes" not in arguments.skip:
         lens = (arguments.prompt_len, arguments.output_len)
-        note(prefixes(shape, arguments.num_prompts, lens, arguments.host_gib, arguments.repeats, further))
+        taken_bytes = arguments.num_prompts * sum(lens) * shape.kv_bytes_per_token()
+        host_gib = arguments.host_gib or 1.5 * taken_bytes / 2**30
+        note(prefixes(shape, arguments.num_prompts, lens, host_gib, arguments.repeats, further))
     if arguments.json is not None:
         figures.write(
             arguments.json, label=arguments.label, commit=figures.commit(), shape=shape.name, rows=rows

@@ -39,6 +39,7 @@ SPREAD = 0.8
 """Standard deviation of the logarithm of a length."""
 LONGEST = 1024
 """Tokens of a prompt, and of an output, at most."""
+SEARCHES_AT_ONCE = 4
 TEXTS = ("README.md", "ARCHITECTURE.md", "docs")
 """What prompts for a model are cut from."""
 
@@ -86,18 +87,19 @@ class NoModel:
 
 
 class WithModel:
-    """A model on this machine's processor.
+    """A model on this machine.
 
     Args:
         model: Path.
+        device: Where it runs.
         num_slots: Most sequences at once.
     """
 
-    def __init__(self, model: str, num_slots: int) -> None:
+    def __init__(self, model: str, *, device: str, num_slots: int) -> None:
         checkpoint = open_checkpoint(model)
         self._runner, self.info = start_runner(
             checkpoint,
-            device="cpu",
+            device=device,
             max_num_seqs=num_slots,
             max_num_batched_tokens=max(512, num_slots),
             max_model_len=2 * LONGEST,
@@ -312,10 +314,15 @@ def main() -> None:
         "--requests", type=int, default=1000, help="of each row without a model; 0: no such rows"
     )
     options.add_argument("--concurrency", type=int, default=64, help="requests at once, without a model")
-    options.add_argument("--searches", type=int, default=24, help="of each row with a model; 4 at once")
+    options.add_argument(
+        "--searches", type=int, default=24, help=f"of each row with a model; {SEARCHES_AT_ONCE} at once"
+    )
     options.add_argument("--mixes", nargs="+", choices=[mix.name for mix in MIXES], help="these only")
+    options.add_argument("--device", default="cpu", help="where the model runs")
     options.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6], help="of beam searches")
     arguments = options.parse_args()
+    if arguments.searches <= SEARCHES_AT_ONCE or 0 < arguments.requests <= arguments.concurrency:
+        options.error("what is measured lies between the first end and the last beginning: ask for more")
     print(HEAD)
     mixes = [mix for mix in MIXES if arguments.mixes is None or mix.name in arguments.mixes]
     info, no_model = without_model()
@@ -325,11 +332,20 @@ def main() -> None:
             print(use.row(mix, "n", n), flush=True)
     if arguments.model is None:
         return
-    device = WithModel(arguments.model, num_slots=4 * max(arguments.widths))
+    with_model = WithModel(
+        arguments.model, device=arguments.device, num_slots=SEARCHES_AT_ONCE * max(arguments.widths)
+    )
     for mix in mixes:
         for width in arguments.widths:
-            load = Load(device.info, device, mix, text=device.token_ids, n=width, use_beam_search=True)
-            print(load.run(arguments.searches, 4).row(mix, "beams", width), flush=True)
+            load = Load(
+                with_model.info,
+                with_model,
+                mix,
+                text=with_model.token_ids,
+                n=width,
+                use_beam_search=True,
+            )
+            print(load.run(arguments.searches, SEARCHES_AT_ONCE).row(mix, "beams", width), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 
 from asyncserve.errors import InvariantError
 from asyncserve.gpu.device import Device, Event, HostCopy
+from asyncserve.gpu.kv_cache import in_words
 from asyncserve.gpu.staging import Staging
 from asyncserve.step import BlockTransfer
 
@@ -60,7 +61,7 @@ class HostBlocks:
     """
 
     def __init__(self, pages: torch.Tensor, *, num_blocks: int, device: Device, staging: Staging) -> None:
-        pages = self._pages = _in_words(pages)
+        pages = self._pages = in_words(pages)
         self._num_blocks = num_blocks
         self._device = device
         self._staging = staging
@@ -171,12 +172,3 @@ def area_blocks(bytes_per_block: int, num_blocks: int) -> int:
 def staging_bytes(bytes_per_block: int, num_blocks: int) -> int:
     """Return the memory that staging takes on the device, for so many host blocks; 0 for none."""
     return _NUM_AREAS * area_blocks(bytes_per_block, num_blocks) * bytes_per_block if num_blocks else 0
-
-
-def _in_words(page: torch.Tensor) -> torch.Tensor:
-    """Return the same memory in the largest elements that fit: fewer to gather."""
-    row_bytes = page.shape[-1] * page.element_size()
-    return next(page.view(dtype) for dtype in _WORDS if row_bytes % dtype.itemsize == 0)
-
-
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -27,9 +27,12 @@ from asyncserve.loop.swap_cost import SwapCost
 from asyncserve.observer import EngineStatistics
 from asyncserve.step import BlockTransfer, StepPlan
 
-_MOST_STORING_S = 0.01
-"""Seconds of the bus that the evicted blocks of a plan may take: about what staging memory on the device
-holds (512 MiB at 50 GB/s). More is copied before the step begins, not beside it."""
+_STAGED_S = 0.01
+"""Seconds of the bus that staging memory on the device holds (512 MiB at 50 GB/s): so much of the evicted
+blocks of a plan is copied beside its step; more, before it begins."""
+_WAITED_SHARE = 0.125
+"""Of a step's time, that the next may wait for more. A step that computes prompts for 0.2 s evicts twice of
+what is staged, and each block found again saves ten times what its copy takes."""
 
 
 class SwappedBlock(NamedTuple):
@@ -105,7 +108,7 @@ class HostTier:
         # Of the plan in the making; by host block, for what is stored last in one is what it holds.
         self._stores: dict[int, int] = {}
         self._loads: list[BlockTransfer] = []
-        self._storable_s = _MOST_STORING_S  # of the bus, which carries what was stored while steps run
+        self._storable_s = _STAGED_S  # of the bus, which carries what was stored while steps run
 
     @property
     def num_used(self) -> int:
@@ -248,7 +251,8 @@ class HostTier:
         """Note how long a step took; see `SwapCost`."""
         self._cost.note_step(num_tokens, num_decodes, device_s)
         # Of a step of unknown length the bus is taken to have kept up.
-        self._storable_s = min(_MOST_STORING_S, self._storable_s + (device_s or _MOST_STORING_S))
+        most_s = _STAGED_S + _WAITED_SHARE * device_s
+        self._storable_s = min(most_s, self._storable_s + (device_s or _STAGED_S))
 
     def prefers_load(self, num_blocks: int, num_tokens: int) -> bool:
         """Return whether host blocks that were found are worth loading; see `SwapCost`."""

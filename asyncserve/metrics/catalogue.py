@@ -36,8 +36,7 @@ class Source(enum.Enum):
     OBSERVER = "observer"
     COLLECTOR = "collector"
     HTTP = "http"
-    TRACING = "tracing"
-    KV_EVENTS = "kv events"
+    OUTCOMES = "outcomes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,7 +452,7 @@ METRICS: tuple[MetricDefinition, ...] = (
         "requests",
         "Requests whose trace was sent to the collector (exported) or was not (dropped), as it did not answer"
         " or too many waited.",
-        Source.TRACING,
+        Source.OUTCOMES,
         ("outcome",),
     ),
     # Events of the prefix cache: only with --kv-events-config.
@@ -462,7 +461,7 @@ METRICS: tuple[MetricDefinition, ...] = (
         "batches",
         "Batches of KV events that were published (sent) or were left to be asked for, as too many waited"
         " (left_out). What a subscriber misses because it reads too slowly shows in its numbers alone.",
-        Source.KV_EVENTS,
+        Source.OUTCOMES,
         ("outcome",),
     ),
 )

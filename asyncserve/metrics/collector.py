@@ -5,7 +5,6 @@ and cost nothing between scrapes. Knows nothing of what happened in between: tha
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -14,75 +13,29 @@ from asyncserve.metrics.catalogue import ENGINE, Source, counter_family, empty_f
 from asyncserve.observer import EngineStatistics
 
 
-class TracedRequests(Protocol):
-    """Who sends traces, as far as it is counted here."""
-
-    @property
-    def num_exported(self) -> int:
-        """Requests whose trace was sent."""
-
-    @property
-    def num_dropped(self) -> int:
-        """Requests whose trace was not."""
-
-
-class TracingCollector(Collector):
-    """Exposes how many traces were sent; the caller registers it.
+class OutcomeCollector(Collector):
+    """Exposes a counter by outcome that somebody else keeps; the caller registers it.
 
     Args:
-        traced: Asked at each scrape.
+        name: Of the metric.
+        outcomes: Each one's number, asked at each scrape.
         model_name: Value of the label `model_name`.
     """
 
-    def __init__(self, traced: TracedRequests, model_name: str) -> None:
-        self._traced = traced
+    def __init__(self, name: str, outcomes: Mapping[str, Callable[[], int]], model_name: str) -> None:
+        self._name = name
+        self._outcomes = outcomes
         self._common = (model_name, ENGINE)
 
     def describe(self) -> Iterable[Metric]:
-        """Name the metrics that `collect` gives."""
-        return empty_families(Source.TRACING)
+        """Name the metric that `collect` gives."""
+        return [counter_family(self._name)]
 
     def collect(self) -> Iterable[Metric]:
         """Give Prometheus the numbers of this moment."""
-        counter = counter_family("traced_requests_total")
-        counter.add_metric((*self._common, "exported"), self._traced.num_exported)
-        counter.add_metric((*self._common, "dropped"), self._traced.num_dropped)
-        yield counter
-
-
-class PublishedKVEvents(Protocol):
-    """Who publishes KV events, as far as it is counted here."""
-
-    @property
-    def num_sent(self) -> int:
-        """Batches that were sent."""
-
-    @property
-    def num_left_out(self) -> int:
-        """Batches that were not."""
-
-
-class KVEventsCollector(Collector):
-    """Exposes how many batches of KV events were published; the caller registers it.
-
-    Args:
-        published: Asked at each scrape.
-        model_name: Value of the label `model_name`.
-    """
-
-    def __init__(self, published: PublishedKVEvents, model_name: str) -> None:
-        self._published = published
-        self._common = (model_name, ENGINE)
-
-    def describe(self) -> Iterable[Metric]:
-        """Name the metrics that `collect` gives."""
-        return empty_families(Source.KV_EVENTS)
-
-    def collect(self) -> Iterable[Metric]:
-        """Give Prometheus the numbers of this moment."""
-        counter = counter_family("kv_event_batches_total")
-        counter.add_metric((*self._common, "sent"), self._published.num_sent)
-        counter.add_metric((*self._common, "left_out"), self._published.num_left_out)
+        counter = counter_family(self._name)
+        for outcome, count in self._outcomes.items():
+            counter.add_metric((*self._common, outcome), count())
         yield counter
 
 

@@ -164,15 +164,16 @@ def test_what_the_bus_does_not_carry_beside_steps_is_forgotten_the_tails_first()
     assert [store.device_block for store in stores] == [3, 4, 5, 6]
     assert not loads
     assert [tier.find(digest, 0) is not None for digest in digests] == [False] * 2 + [True] * 4
-    # Nothing more until steps have given the bus time; then as much as they took, and no more than at first.
+    # Nothing more until steps have given the bus time; then as much as they took, and no more than at first,
+    # but for an eighth of a step's time.
     evict(tier, 2, first=10)
     assert tier.take_transfers() == ((), ())
     tier.note_step(1, 1, 0.005)
     evict(tier, 4, first=20)
     assert [store.device_block for store in tier.take_transfers()[0]] == [22, 23]
-    tier.note_step(1, 1, 1.0)
+    tier.note_step(1, 1, 0.02)
     evict(tier, 6, first=30)
-    assert len(tier.take_transfers()[0]) == 4
+    assert len(tier.take_transfers()[0]) == 5
     tier.note_step(1, 1, 0.0)  # of unknown length
     evict(tier, 6, first=40)
     assert len(tier.take_transfers()[0]) == 4

@@ -13,7 +13,7 @@ from asyncserve.metrics.catalogue import (
     Source,
     definition,
 )
-from asyncserve.metrics.collector import EngineCollector, KVEventsCollector, TracingCollector
+from asyncserve.metrics.collector import EngineCollector, OutcomeCollector
 from asyncserve.metrics.http_traffic import HttpTraffic
 from asyncserve.metrics.observer import PrometheusObserver
 from asyncserve.metrics.vllm_names import VllmNames
@@ -49,14 +49,7 @@ FIELD_NAMES = [
 """Names on which dashboards and routers of the field rely."""
 
 
-class Traced:
-    num_exported = 5
-    num_dropped = 2
-
-
-class Published:
-    num_sent = 7
-    num_left_out = 3
+OUTCOMES = [metric.name for metric in METRICS if metric.source is Source.OUTCOMES]
 
 
 def by_name(metric: MetricDefinition) -> str:
@@ -74,8 +67,8 @@ def full_registry() -> CollectorRegistry:
     )
     registry.register(EngineCollector(lambda: statistics, "m"))
     registry.register(HttpTraffic("m", ["/v1/completions"]))
-    registry.register(TracingCollector(Traced(), "m"))
-    registry.register(KVEventsCollector(Published(), "m"))
+    for name in OUTCOMES:
+        registry.register(OutcomeCollector(name, {"sent": lambda: 1}, "m"))
     return registry
 
 
@@ -120,8 +113,7 @@ def test_collectors_describe_what_they_collect() -> None:
         observer,
         EngineCollector(EngineStatistics, "m"),
         HttpTraffic("m"),
-        TracingCollector(Traced(), "m"),
-        KVEventsCollector(Published(), "m"),
+        *(OutcomeCollector(name, {"sent": lambda: 1}, "m") for name in OUTCOMES),
         VllmNames([observer, EngineCollector(EngineStatistics, "m")]),
     ):
         described = {(family.name, family.type) for family in collector.describe()}

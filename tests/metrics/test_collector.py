@@ -1,6 +1,6 @@
 from prometheus_client import CollectorRegistry
 
-from asyncserve.metrics.collector import EngineCollector, KVEventsCollector, TracingCollector
+from asyncserve.metrics.collector import EngineCollector, OutcomeCollector
 from asyncserve.observer import ChannelStatistics, EngineStatistics, KVGroupStatistics
 from tests.metrics.exposition import samples_of, value_of
 
@@ -118,23 +118,12 @@ def test_cache_config_stands_in_labels() -> None:
     }
 
 
-def test_traces_are_counted_by_what_became_of_them() -> None:
-    class Traced:
-        num_exported = 5
-        num_dropped = 2
-
+def test_outcomes_are_asked_at_each_scrape() -> None:
+    counts = {"exported": 5, "dropped": 2}
     registry = CollectorRegistry()
-    registry.register(TracingCollector(Traced(), "m"))
-    outcomes = {s.labels["outcome"]: s.value for s in samples_of(registry, "traced_requests_total")}
-    assert outcomes == {"exported": 5, "dropped": 2}
-
-
-def test_batches_of_kv_events_are_counted_by_what_became_of_them() -> None:
-    class Published:
-        num_sent = 7
-        num_left_out = 3
-
-    registry = CollectorRegistry()
-    registry.register(KVEventsCollector(Published(), "m"))
-    outcomes = {s.labels["outcome"]: s.value for s in samples_of(registry, "kv_event_batches_total")}
-    assert outcomes == {"sent": 7, "left_out": 3}
+    outcomes = {"exported": lambda: counts["exported"], "dropped": lambda: counts["dropped"]}
+    registry.register(OutcomeCollector("traced_requests_total", outcomes, "m"))
+    for _ in range(2):
+        samples = samples_of(registry, "traced_requests_total")
+        assert {sample.labels["outcome"]: sample.value for sample in samples} == counts
+        counts["dropped"] += 4

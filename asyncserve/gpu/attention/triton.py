@@ -243,7 +243,9 @@ class TritonAttention:
             num_sms = _INTERPRETED_SMS
             if q.is_cuda:
                 num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-            decode = self._decode or decode_config(head_dim=layer.head_dim, dtype=wider, num_sms=num_sms)
+            decode = self._decode or decode_config(
+                head_dim=layer.head_dim, dtype=q.dtype, cached=keys.dtype, num_sms=num_sms
+            )
             kind = _Kind(
                 decode=decode,
                 scratch=new_scratch(

@@ -24,6 +24,7 @@ from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_beg
 from asyncserve.gpu.kernels.paging import (
     LOG2_E,
     as_cached,
+    as_factors,
     largest_cached,
     load_blocks,
     load_tile,
@@ -88,18 +89,23 @@ class Scratch(NamedTuple):
     arrived: torch.Tensor
 
 
-def decode_config(*, head_dim: int, dtype: torch.dtype, num_sms: int) -> DecodeConfig:
+def decode_config(*, head_dim: int, dtype: torch.dtype, cached: torch.dtype, num_sms: int) -> DecodeConfig:
     """Return the way that suits a device of `num_sms` multiprocessors.
 
     Args:
         head_dim: Elements per head.
-        dtype: Of queries and cache, the wider one.
+        dtype: Of the queries.
+        cached: Of the cache.
         num_sms: Multiprocessors of the device.
     """
-    # Measured on an H200 for bfloat16 heads of 128: 8 KiB of K and as much of V per program and stage is the
-    # quickest way found at 8, 64 and 256 rows of 1,024 positions, and within 20 % of it at one.
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    tile_len = max(16, min(128, 8 * 1024 // row_bytes))
+    # Measured on an H200 for heads of 128: 8 KiB of K and as much of V per program and stage is the quickest
+    # way found at 8, 64 and 256 rows of 1,024 positions, and within 20 % of it at one. Those of 8 bits become
+    # twice as many in registers.
+    padded_dim = triton.next_power_of_2(head_dim)
+    wider = max(dtype.itemsize, cached.itemsize)
+    tile_len = max(
+        16, min(128, 8 * 1024 // (padded_dim * cached.itemsize), 16 * 1024 // (padded_dim * wider))
+    )
     return DecodeConfig(tile_len=tile_len, num_warps=2, num_stages=3, num_programs=2 * num_sms)
 
 
@@ -212,7 +218,7 @@ def paged_decode(
         PADDED_GROUP=max(16, joined_heads),
         PADDED_DIM=padded_dim,
         TILE_LEN=config.tile_len,
-        DOT_DTYPE=product_dtype(q.dtype),
+        DOT_DTYPE=product_dtype(q.dtype, keys.dtype),
         JOINED_HEADS=joined_heads,
         JOIN_LEN=1 << (join_len.bit_length() - 1),
         num_warps=config.num_warps,
@@ -385,6 +391,7 @@ def _decode_kernel(
             total += 1.0
     weighted = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
 
+    factors = as_factors(q, DOT_DTYPE)
     for number in range(tl.cdiv(num_tiles - split, num_splits)):
         k, v = load_tile(
             key_ptr, value_ptr, blocks, positions, end, kv_head,
@@ -392,7 +399,7 @@ def _decode_kernel(
         )  # fmt: skip
         # Those of the second tile are known, so that it is loaded right behind the first.
         blocks = load_blocks(row_table, positions + step, last_column, BLOCK_LEN, number > 0, second_blocks)
-        dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k.to(q.dtype).to(DOT_DTYPE)), input_precision="ieee")
+        dots = tl.dot(factors, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
         scores = dots * scale_log2
         if HAS_SOFTCAP:
             scores = softcapped(scores, softcap_log2)
@@ -406,8 +413,7 @@ def _decode_kernel(
         weights = tl.exp2(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, 1)
         weighted = weighted * shrink[:, None]
-        weights = weights.to(q.dtype).to(DOT_DTYPE)
-        weighted = tl.dot(weights, v.to(q.dtype).to(DOT_DTYPE), weighted, input_precision="ieee")
+        weighted = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), weighted, input_precision="ieee")
         highest = higher
         positions += step
 

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 
 from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
-from asyncserve.gpu.kernels.paging import LOG2_E, load_blocks, load_tile, product_dtype, softcapped
+from asyncserve.gpu.kernels.paging import (
+    LOG2_E,
+    as_factors,
+    load_blocks,
+    load_tile,
+    product_dtype,
+    softcapped,
+)
 
 _ROWS_AT_ONCE = 256
 """Whose beginnings a program looks at together: 1 KiB."""
@@ -143,7 +150,7 @@ def paged_prefill(
         TILE_ROWS=tile_rows,
         TILE_QUERIES=tile_queries,
         TILE_LEN=config.tile_len,
-        DOT_DTYPE=product_dtype(q.dtype),
+        DOT_DTYPE=product_dtype(q.dtype, keys.dtype),
         IS_FIRST_ON_DEVICE=isinstance(first_row, torch.Tensor),
         LEAST_QUERIES=2 if skips_single else 1,
         ROWS_AT_ONCE=_ROWS_AT_ONCE,
@@ -237,7 +244,7 @@ def _prefill_kernel(
     is_element = elements < HEAD_DIM
     mask = is_row[:, None] & is_element[None, :]
     q_at = q_ptr + (tokens * q_token_stride + heads * q_head_stride)[:, None] + elements[None, :]
-    q = tl.load(q_at, mask=mask, other=0.0)
+    q = as_factors(tl.load(q_at, mask=mask, other=0.0), DOT_DTYPE)
 
     highest = tl.full([TILE_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
@@ -325,7 +332,7 @@ def _attend(
             KV_HEADS, HEAD_DIM, BLOCK_LEN, PADDED_DIM, IS_MASKED, first_seen, WINDOW_LEN > 0,
         )  # fmt: skip
         blocks = load_blocks(table_ptr, positions + TILE_LEN, last_column, BLOCK_LEN)
-        dots = tl.dot(q.to(DOT_DTYPE), tl.trans(k.to(q.dtype).to(DOT_DTYPE)), input_precision="ieee")
+        dots = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
         scores = dots * scale_log2
         if HAS_SOFTCAP:
             scores = softcapped(scores, softcap_log2)
@@ -343,7 +350,6 @@ def _attend(
         weights = tl.exp2(scores - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
         weighted = weighted * shrink[:, None]
-        weights = weights.to(q.dtype).to(DOT_DTYPE)
-        weighted = tl.dot(weights, v.to(q.dtype).to(DOT_DTYPE), weighted, input_precision="ieee")
+        weighted = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), weighted, input_precision="ieee")
         highest = higher
     return highest, total, weighted

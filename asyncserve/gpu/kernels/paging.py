@@ -124,6 +124,14 @@ def largest_cached(dtype: torch.dtype) -> float:
 
 
 @triton.jit
+def as_factors(q: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Return queries in the dtype of products, see `product_dtype`; cut to its range. NaN stays."""
+    if q.dtype == tl.bfloat16 and tl.float16 == DTYPE:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return q.to(DTYPE)
+
+
+@triton.jit
 def softcapped(scores: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """Return cap * tanh(scores / cap)."""
     # tanh(x) = sign(x) * (1 - e) / (1 + e) with e = exp(-2|x|), which cannot overflow.
@@ -137,8 +145,16 @@ IS_INTERPRETED = not isinstance(softcapped, triton.JITFunction)
 """Whether kernels run in Triton's interpreter, which takes tensors of a CPU."""
 
 
-def product_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return the dtype in which matrix products of `dtype` take their operands."""
+def product_dtype(dtype: torch.dtype, cached: torch.dtype | None = None) -> tl.dtype:
+    """Return the dtype in which matrix products take their operands.
+
+    Args:
+        dtype: Of the activations.
+        cached: Of the cache, if one of the operands comes from there.
+    """
+    if cached is not None and cached.itemsize == 1 and dtype.itemsize == 2:
+        # Which holds every value of 8 bits, and is one instruction away; bfloat16 is five.
+        return tl.float16
     if IS_INTERPRETED and dtype == torch.bfloat16:
         # The interpreter keeps bfloat16 as bits, and its tl.dot would multiply those.
         return tl.float32

@@ -162,13 +162,28 @@ def test_a_cache_of_8_bits_is_read_with_its_scales(
     rows.check()
 
 
+# numpy's, in the interpreter
+@pytest.mark.filterwarnings(
+    "ignore:All-NaN slice encountered", "ignore:invalid value encountered in subtract"
+)
+def test_queries_beyond_what_a_product_with_8_bits_holds_are_cut_and_nan_stays() -> None:
+    rows = decode_rows([40, 9], dtype=torch.bfloat16, cache_dtype=FP8_DTYPES[0])
+    rows.q[0] = 1e6  # float16 ends at 65,504
+    attend(rows, small_config())
+    assert rows.out.isfinite().all()
+    rows.q[0, 0, 3] = torch.nan
+    attend(rows, small_config())
+    assert rows.out[0, 0].isnan().all()
+    assert rows.out[1:].isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_long_row_beside_short_ones_with_the_configuration_of_the_device(dtype: torch.dtype) -> None:
     rows = decode_rows(
         [2500 if ON_GPU else 400, 1, 64], num_heads=4, num_kv_heads=1, head_dim=128, dtype=dtype, scale=0.1
     )
-    attend(rows, decode_config(head_dim=128, dtype=dtype, num_sms=132))
+    attend(rows, decode_config(head_dim=128, dtype=dtype, cached=dtype, num_sms=132))
     rows.check()
 
 
@@ -237,7 +252,7 @@ def test_a_padding_row_of_length_zero_gives_zeros(num_splits: int) -> None:
 
 
 def test_splits_depend_on_the_number_of_rows_and_fit_the_scratch() -> None:
-    config = decode_config(head_dim=128, dtype=torch.bfloat16, num_sms=132)
+    config = decode_config(head_dim=128, dtype=torch.bfloat16, cached=torch.bfloat16, num_sms=132)
     for num_kv_heads in (1, 2, 5, 8, 64):
         scratch = new_scratch(
             num_heads=2 * num_kv_heads,

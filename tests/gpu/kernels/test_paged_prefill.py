@@ -189,6 +189,21 @@ def test_a_cache_of_8_bits_is_read_with_its_scales(dtype: torch.dtype, cache_dty
     rows.check()
 
 
+# numpy's, in the interpreter
+@pytest.mark.filterwarnings(
+    "ignore:All-NaN slice encountered", "ignore:invalid value encountered in subtract"
+)
+def test_queries_beyond_what_a_product_with_8_bits_holds_are_cut_and_nan_stays() -> None:
+    rows = prefill_rows([(40, 1), (9, 9)], dtype=torch.bfloat16, cache_dtype=FP8_DTYPES[0])
+    rows.q[0] = 1e6  # float16 ends at 65,504
+    attend(rows, small_config())
+    assert rows.out.isfinite().all()
+    rows.q[0, 0, 3] = torch.nan
+    attend(rows, small_config())
+    assert rows.out[0, 0].isnan().all()
+    assert rows.out[1:].isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
