@@ -3,10 +3,9 @@
 A write to a socket costs the kernel several times what the event in it costs us, so many tokens a second
 are cheaper in fewer writes. A stream that was written to under load *rests* for `JOIN_INTERVAL_S`, or longer
 where so many rest that there would be more than `JOINED_WRITES_PER_S`: what comes meanwhile is kept, and goes
-out in one write when its rest is over.
-Rests end in the order they began, in slices, by one timer; so the writes of many streams spread over the
-interval. Below the load, and with `stream_interval`, nobody rests. Knows no transport: streams write
-themselves.
+out in one write when its rest is over. Rests end in the order they began, in slices, by one timer; so the
+writes of many streams spread over the interval. Below the load, and with `stream_interval`, nobody rests.
+Knows no transport: streams write themselves.
 """
 
 import asyncio
@@ -20,8 +19,8 @@ logger = logging.getLogger(__name__)
 JOIN_INTERVAL_S = 0.004
 """How long a stream rests at least after a write under load."""
 JOINED_WRITES_PER_S = 64_000.0
-"""Most writes under load: 256 streams rest for 4 ms, 1,024 for 16, 4,096 for 64. Without a bound the writes
-of one step over many streams take longer than a rest, and nothing is ever joined."""
+"""Most writes under load, a third of a core: 256 streams rest for 4 ms, 1,024 for 16, 4,096 for 64. Without a
+bound the writes of one step over many streams take longer than a rest, and nothing is ever joined."""
 JOIN_ABOVE_PER_S = 50_000.0
 """Tokens a second from which streams rest: writing each by itself would take a quarter of a core."""
 JOIN_BELOW_PER_S = 40_000.0
@@ -31,9 +30,8 @@ JUDGED_TOKENS = 512
 EARLY_S = 0.0005
 """By so much a rest may end early: the loop's timers count in milliseconds."""
 LEAST_DELAY_S = 0.001
-SLICE_S = 0.00025
-"""How long writes may have the loop in one iteration, whatever a write takes: about a third of one that is
-never idle, beside the slices of the other stages."""
+WRITES_PER_SLICE = 16
+"""Writes in one iteration of the loop: about 0.1 ms, beside what a step needs of it."""
 NEVER = -1
 """A `flush_len` that no number of texts reaches."""
 
@@ -102,19 +100,18 @@ class WritePacer:
         self._judged_s = now_s
 
     def _wake(self) -> None:
-        """End the rests that are over, for no longer than a slice of time."""
-        resting, clock = self._resting, self._clock
-        now_s = clock()
-        due_s, end_s = now_s + EARLY_S, now_s + SLICE_S
-        while resting and resting[0][0] <= due_s and now_s <= end_s:
+        """End the rests that are over, a slice of writes at a time."""
+        resting = self._resting
+        due_s = self._clock() + EARLY_S
+        num_writes = 0
+        while resting and resting[0][0] <= due_s and num_writes < WRITES_PER_SLICE:
             _, stream = resting.popleft()
             stream.is_resting = False
             try:
-                stream.end_rest()
+                num_writes += stream.end_rest()
             except Exception:
                 # Its own affair: the other streams wait behind it.
                 logger.exception("a stream could not be written")
-            now_s = clock()
         self.is_waking = bool(resting)
         if resting:
             delay_s = resting[0][0] - due_s

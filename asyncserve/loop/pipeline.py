@@ -67,12 +67,12 @@ ROWS_PER_TURN = 512
 Where that is a plan, the device has it the sooner."""
 CHANGE_ROWS = 64
 """A sequence that arrives, is admitted or ends counts as so many."""
-SLICE_S = 0.0002
-"""How long outputs may be handed to sinks in one iteration of the loop, whatever a socket write takes."""
-LOOK_INTERVAL = 8
-"""Tokens between two looks at the clock: at least about 5 µs, at most, with a write for each, 0.1 ms."""
-END_S = SLICE_S / 4
-"""The end of a sequence shortens its slice by so much: it may wake a handler that writes a whole answer."""
+SLICE_LEN = 32
+"""Deltas handed to sinks in one iteration of the loop: about 0.2 ms of work with a socket write each."""
+PLAIN_SLICE_LEN = 512
+"""Plain tokens that wait for a later write, in one iteration: about 0.1 ms."""
+END_WEIGHT = 8
+"""The end of a sequence counts as so many deltas: it may wake a handler that writes a whole answer."""
 
 
 class Launched(NamedTuple):
@@ -504,20 +504,18 @@ class Pipeline:
 
     async def _detokenize(self) -> None:
         """Applied steps → the sinks, a slice of sequences per iteration of the loop."""
-        sequences, observer, clock = self._sequences, self._observer, self._clock
-        slice_end_s = last_s = 0.0
-        begins_slice = True
+        sequences, observer = self._sequences, self._observer
+        num_since_yield = 0
+        last_s = 0.0
         async for completion, (plain, plain_ids, deltas), now_s in self._applied:
-            step_id, began_s = completion.plan.step_id, clock()
-            if begins_slice:
-                slice_end_s = began_s + SLICE_S
+            step_id, began_s = completion.plan.step_id, self._clock()
             num_alike = 0  # sequences whose last token came with the step before
             gaps_s: list[float] = []
-            for first in range(0, len(plain), LOOK_INTERVAL):
-                end = first + LOOK_INTERVAL
-                if clock() >= slice_end_s:
+            for first in range(0, len(plain), PLAIN_SLICE_LEN):
+                end = first + PLAIN_SLICE_LEN
+                if first or num_since_yield >= SLICE_LEN:
+                    num_since_yield = 0
                     began_s = await self._give_way(step_id, began_s)
-                    slice_end_s = began_s + SLICE_S
                 # Once per token of every stream: no call but those that write.
                 for state, token_id in zip(plain[first:end], plain_ids[first:end], strict=True):
                     sequence = sequences.get(state.sequence_id)
@@ -545,13 +543,18 @@ class Pipeline:
                             output = sequence.feed(TokenDelta(state.sequence_id, (token_id,)))
                             if output.finish_reason is not None:
                                 self._finish(sequence, output.finish_reason, tell_scheduler=True)
-                                slice_end_s -= END_S
+                                num_since_yield += END_WEIGHT
                     except Exception:
                         self._sink_raised(sequence.owner)
+                    num_since_yield += 1
+                    if num_since_yield >= SLICE_LEN:
+                        num_since_yield = 0
+                        began_s = await self._give_way(step_id, began_s)
             for delta in deltas:
-                if clock() >= slice_end_s:
+                if num_since_yield >= SLICE_LEN:
+                    num_since_yield = 0
                     began_s = await self._give_way(step_id, began_s)
-                    slice_end_s = began_s + SLICE_S
+                num_since_yield += 1
                 sequence = sequences.get(delta.sequence_id)
                 if sequence is None:
                     continue
@@ -568,14 +571,13 @@ class Pipeline:
                     continue
                 if output.finish_reason is not None:
                     self._finish(sequence, output.finish_reason, tell_scheduler=delta.finish_reason is None)
-                    slice_end_s -= END_S
+                    num_since_yield += END_WEIGHT
             if num_alike:
                 gaps_s += [now_s - last_s] * num_alike
             last_s = now_s
             if isinstance(completion.output, StepOutput):
                 observer.step_applied(completion.plan, completion.output, gaps_s, now_s)
-            observer.stage_ran("detokenize", step_id, began_s, clock())
-            begins_slice = not self._applied.is_ready  # what comes next is waited for
+            observer.stage_ran("detokenize", step_id, began_s, self._clock())
 
     async def _give_way(self, step_id: int, began_s: float) -> float:
         """End a slice of `_detokenize`; returns when the next one begins."""

@@ -1,9 +1,7 @@
 """Which streams rest, how long, and what is written when they have."""
 
 import asyncio
-import heapq
-from collections.abc import Callable
-from itertools import count, pairwise
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +11,7 @@ from asyncserve.http.write_pacing import (
     JOINED_WRITES_PER_S,
     JUDGED_TOKENS,
     NEVER,
-    SLICE_S,
+    WRITES_PER_SLICE,
     WritePacer,
 )
 from tests.http.live import until
@@ -33,7 +31,6 @@ class Stream:
         self.is_resting = False
         self.flush_len = pacer.flush_len
         self.has_waiting = False
-        self.num_tokens = 1
         self.pacer = pacer
         self.name = name
         self.written = written if written is not None else []
@@ -46,7 +43,7 @@ class Stream:
             raise ZeroDivisionError
         self.written.append(self.name)
         self.has_waiting = False
-        self.pacer.note_write(self, self.num_tokens)
+        self.pacer.note_write(self, 1)
         return True
 
 
@@ -122,117 +119,21 @@ async def test_stream_with_nothing_to_write_may_write_at_once_after_its_rest() -
     assert stream.flush_len == 1
 
 
-WRITE_S = 5e-6
-"""What a write of theirs takes."""
-
-
-class SlowStream(Stream):
-    """Always has something to write, which takes its time."""
-
-    def __init__(
-        self,
-        pacer: WritePacer,
-        clock: Clock,
-        name: str = "",
-        written: list[str] | None = None,
-    ) -> None:
-        super().__init__(pacer, name, written)
-        self.clock = clock
-        self.num_tokens = 16
-        self.has_waiting = True
-        self.gaps_s: list[float] = []
-        self.written_s = clock()
-
-    def end_rest(self) -> bool:
-        self.clock.now_s += WRITE_S
-        self.gaps_s.append(self.clock() - self.written_s)
-        self.written_s = self.clock()
-        super().end_rest()
-        self.has_waiting = True
-        return True
-
-
 async def test_many_rests_that_end_together_are_written_in_slices() -> None:
     clock = Clock()
     written: list[str] = []
     pacer = loaded(clock)
     for number in range(100):
-        pacer.note_write(SlowStream(pacer, clock, str(number), written), 1)
+        stream = Stream(pacer, str(number), written)
+        pacer.note_write(stream, 1)
+        stream.has_waiting = True
     clock.now_s += JOIN_INTERVAL_S
     lens = [0]
     while lens[-1] < 100:
         await asyncio.sleep(0)
         lens.append(len(written))
-    assert max(after - before for before, after in pairwise(lens)) == SLICE_S // WRITE_S + 1
-    assert written[:100] == [str(number) for number in range(100)]
-
-
-class BusyLoop:
-    """A loop that has something else to do in each of its iterations; its time is a clock's."""
-
-    def __init__(self, clock: Clock, *, others_s: float) -> None:
-        self.clock = clock
-        self.others_s = others_s
-        self.longest_s = 0.0
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
-
-    def call_soon(self, callback: Callable[[], None]) -> None:
-        self.call_later(0.0, callback)
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (self.clock() + delay_s, next(self._numbers), callback))
-
-    def turn(self) -> None:
-        self.clock.now_s += self.others_s
-        due = []
-        while self._timers and self._timers[0][0] <= self.clock():
-            due.append(heapq.heappop(self._timers)[2])
-        for callback in due:
-            began_s = self.clock()
-            callback()
-            self.longest_s = max(self.longest_s, self.clock() - began_s)
-
-
-def run_busy(
-    monkeypatch: pytest.MonkeyPatch, num_streams: int, *, others_s: float
-) -> tuple[BusyLoop, list[float]]:
-    """Let streams be written to in a loop that is never idle, for a second.
-
-    Returns:
-        The loop, and the times between two writes of a stream in the second half, in order.
-    """
-    clock = Clock()
-    loop = BusyLoop(clock, others_s=others_s)
-    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
-    pacer = loaded(clock)
-    streams = [SlowStream(pacer, clock) for _ in range(num_streams)]
-    for number, stream in enumerate(streams):
-        pacer.note_write(stream, stream.num_tokens)
-        if number % 16 == 0:
-            loop.turn()
-    half_s = clock() + 0.5
-    while clock() < half_s:
-        loop.turn()
-    for stream in streams:
-        stream.gaps_s.clear()
-    while clock() < half_s + 0.5:
-        loop.turn()
-    gaps_s = sorted(gap_s for stream in streams for gap_s in stream.gaps_s)
-    return loop, gaps_s
-
-
-@pytest.mark.parametrize(("num_streams", "rest_s"), [(256, 0.004), (1024, 0.016), (4096, 0.064)])
-def test_rests_end_near_their_time_though_the_loop_is_never_idle(
-    num_streams: int, rest_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 1,024 streams each was written to every 50 to 90 ms, not every 16.
-
-    There were 16 writes in an iteration of the loop, however long an iteration was.
-    """
-    loop, gaps_s = run_busy(monkeypatch, num_streams, others_s=0.0008)
-    assert gaps_s[len(gaps_s) * 99 // 100] < 1.5 * rest_s + 1.5 * JOIN_INTERVAL_S
-    assert loop.longest_s <= SLICE_S + 2 * WRITE_S
+    assert max(after - before for before, after in pairwise(lens)) == WRITES_PER_SLICE
+    assert written == [str(number) for number in range(100)]
 
 
 async def test_many_streams_rest_longer_so_that_writes_do_not_exceed_their_bound() -> None:
