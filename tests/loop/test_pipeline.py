@@ -7,7 +7,7 @@ import pytest
 from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.intake import STARTED_PER_TURN
-from asyncserve.loop.pipeline import LOOK_INTERVAL, ROWS_PER_TURN, SLICE_S
+from asyncserve.loop.pipeline import ROWS_PER_TURN, SLICE_LEN
 from asyncserve.loop.step_planner import MAX_ADMITTED
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
 from tests.fakes.engine import VOCAB_SIZE, Bench, bench
@@ -132,14 +132,11 @@ async def test_a_burst_of_short_prompts_is_encoded_one_per_turn_of_the_loop() ->
 async def test_outputs_of_a_step_reach_the_sinks_in_slices() -> None:
     puts_per_turn: dict[int, int] = {}
     turn = 0
-    clock = Clock()
-    put_s = SLICE_S / 20
 
     def count(output: RequestOutput) -> None:
         puts_per_turn[turn] = puts_per_turn.get(turn, 0) + 1
-        clock.now_s += put_s
 
-    async with bench(MANY_SLOTS, clock=clock) as b:
+    async with bench(MANY_SLOTS) as b:
         b.executor.hold()
         sinks = [RecordingSink(on_put=count) for _ in range(100)]
         for i, sink in enumerate(sinks):
@@ -150,7 +147,7 @@ async def test_outputs_of_a_step_reach_the_sinks_in_slices() -> None:
         while not all(sink.has_ended for sink in sinks):
             turn += 1
             await asyncio.sleep(0)
-        assert 20 <= max(puts_per_turn.values()) < 20 + LOOK_INTERVAL
+        assert max(puts_per_turn.values()) == SLICE_LEN
 
 
 async def test_many_sequences_that_end_in_one_step_end_a_few_per_turn() -> None:
