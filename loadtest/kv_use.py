@@ -211,6 +211,7 @@ class Load:
                 num_added += 1
             plan = self._scheduler.plan(float(step))
             assert plan is not None, "requests live"
+            self._scheduler.register_some()
             self._note_plan(plan)
             given = self._scheduler.apply(self._runner.run(plan), float(step))
             step += 1

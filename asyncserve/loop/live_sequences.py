@@ -22,8 +22,8 @@ from asyncserve.observer import EngineStatistics
 from asyncserve.request import FinishReason, TokenDelta
 from asyncserve.step import StepPlan
 
-RELEASED_BLOCKS = 512
-"""Blocks that one call of `release_some` gives back, those of its last sequence beyond: about 0.1 ms."""
+RELEASED_BLOCKS = 256
+"""Blocks that one call of `release_some` gives back, those of its last sequence beyond: less than 0.1 ms."""
 
 
 @dataclass(slots=True)

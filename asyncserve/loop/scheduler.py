@@ -246,6 +246,13 @@ class Scheduler:
             return None
         return self._planner.plan(now_s)
 
+    def register_some(self) -> None:
+        """Make blocks findable that streams have filled, as many as take a moment.
+
+        To be called once for each plan, when the device has it: hashing them takes as long as planning.
+        """
+        self._planner.register_some()
+
     def apply(self, output: StepOutput, now_s: float) -> StepDeltas:
         """Account for a finished step and return what it gave to whom.
 

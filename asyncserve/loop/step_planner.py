@@ -24,8 +24,9 @@ SCORED_TOKEN_COST = 2
 MAX_ADMITTED = 24
 """Sequences admitted by one plan: hashing their prompts and taking their blocks takes about 0.4 ms."""
 LEAST_REGISTERED = 16
-"""Full blocks of streams that one plan makes findable, if there are so many, and twice the mean if that is
-more: streams that began together fill theirs together, and hashing hundreds would hold up the loop."""
+"""Sequences whose full blocks `register_some` makes findable, if there are so many, and a quarter more than
+fill one in a step, if that is more: streams that began together fill theirs together, and hashing hundreds
+would hold up the loop."""
 MAX_DEFERRED = 64
 """Waiting sequences passed over in one plan because another is computing their prefix; then the scan ends."""
 
@@ -102,6 +103,16 @@ class StepPlanner:
             return None
         self._searches_went_first = searches_go_first
         return draft.submit()
+
+    def register_some(self) -> None:
+        """Make blocks findable that decode steps have filled, as many as take a moment."""
+        live = self._live
+        unregistered, prefix_cache = live.unregistered, live.allocator.prefix_cache
+        num_now = max(LEAST_REGISTERED, 5 * len(live.decoding) // (4 * prefix_cache.block_len))
+        for sequence in list(islice(unregistered, num_now)):
+            del unregistered[sequence]
+            if sequence.status is SequenceStatus.RUNNING:
+                prefix_cache.register(sequence)
 
     def _searches_go_first(self, draft: PlanDraft) -> bool:
         """Return whether searches choose before decode steps; every other time, where not all fit a step."""
@@ -182,21 +193,10 @@ class StepPlanner:
             sequence.num_computed_tokens = start + 1
             sequence.num_unseen_tokens += 1
             sequence.last_step_id = step_id
-        self._register_some()
         if not decodes and len(live.decoding) < num_decoding > draft.budget_left:
             self._plan_decodes(draft)  # those whose turn it was were preempted: it is that of others
             return
         draft.budget_left -= len(decodes)
-
-    def _register_some(self) -> None:
-        """Make blocks findable that decode steps have filled, as many as take a moment."""
-        live = self._live
-        unregistered, prefix_cache = live.unregistered, live.allocator.prefix_cache
-        num_now = max(LEAST_REGISTERED, 2 * len(live.decoding) // prefix_cache.block_len)
-        for sequence in list(islice(unregistered, num_now)):
-            del unregistered[sequence]
-            if sequence.status is SequenceStatus.RUNNING:
-                prefix_cache.register(sequence)
 
     def _plan_prefills(self, draft: PlanDraft) -> None:
         """Share what is left of the budget among prompts: those that run, then those that wait."""

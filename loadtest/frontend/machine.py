@@ -40,7 +40,8 @@ class Round:
 
     Args:
         num_events: Server-sent events, those without a token among them.
-        gap_us: Of the times between two reads of a stream: the median, the 99th percentile, the longest.
+        gap_us: Of the times between two reads of a stream, while all stream: the median, the 99th
+            percentile, the longest.
     """
 
     num_events: int

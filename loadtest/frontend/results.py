@@ -118,8 +118,8 @@ class Results:
         head = ["streams", "", "user", "kernel", "all", "tokens/s", "to C send()", "gap p99, ms"]
         return (
             "## Streaming, the device side costing nothing\n\n"
-            "Steps follow each other at once. *gap p99* is what a client waits between two reads.\n\n"
-            + table(head, rows)
+            "Steps follow each other at once. *gap p99* is what a client waits between two reads, while all"
+            " stream.\n\n" + table(head, rows)
         )
 
     def _loops(self) -> str:

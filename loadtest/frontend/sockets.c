@@ -7,8 +7,9 @@
        Connect STREAMS times. In each round send every connection the request on stdin, in which the eight
        signs @@@@@@@@ stand for a number of its own, and read until each answer holds MARK. Print, by round:
        events ("\n\n"), bytes, and of the times between two reads of a stream the median, the 99th percentile
-       and the longest, in microseconds. With an empty MARK nothing is sent, and every connection is read to
-       its end. */
+       and the longest, in microseconds, from when every stream has had an event until the first has ended:
+       headers come long before the first event where streams wait for a place. With an empty MARK nothing is
+       sent, and every connection is read to its end. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -77,6 +78,7 @@ static int do_send(int num_streams, int num_bytes, int num_chunks, int gap_us) {
 typedef struct {
     int number;
     int matched; /* signs of MARK seen so far */
+    int has_begun;
     char last;
     int64_t read_ns;
 } Stream;
@@ -113,10 +115,11 @@ static int do_read(int port, int num_streams, int num_rounds, const char *mark) 
     }
     for (int turn = 0, serial = 0; turn < num_rounds; turn++) {
         long long num_events = 0, num_bytes = 0;
-        int num_open = num_streams;
+        int num_open = num_streams, num_begun = 0;
+        int64_t all_begun_ns = INT64_MAX;
         num_gaps = 0;
         for (int i = 0; i < num_streams; i++) {
-            streams[i].matched = 0;
+            streams[i].matched = streams[i].has_begun = 0;
             streams[i].read_ns = 0;
             if (!mark_len) continue;
             if (place) {
@@ -145,13 +148,14 @@ static int do_read(int port, int num_streams, int num_rounds, const char *mark) 
                     continue;
                 }
                 int64_t at_ns = now_ns();
-                if (stream->read_ns && num_gaps < MAX_GAPS)
+                if (stream->read_ns >= all_begun_ns && num_open == num_streams && num_gaps < MAX_GAPS)
                     gaps[num_gaps++] = (at_ns - stream->read_ns) / 1000;
                 stream->read_ns = at_ns;
                 num_bytes += len;
                 if (!mark_len) continue;
                 char last = stream->last;
                 int matched = stream->matched;
+                long long num_before = num_events;
                 for (ssize_t i = 0; i < len; i++) {
                     char c = data[i];
                     num_events += c == '\n' && last == '\n';
@@ -161,6 +165,10 @@ static int do_read(int port, int num_streams, int num_rounds, const char *mark) 
                         num_open--;
                         matched = 0;
                     }
+                }
+                if (!stream->has_begun && num_events > num_before) {
+                    stream->has_begun = 1;
+                    if (++num_begun == num_streams) all_begun_ns = at_ns;
                 }
                 stream->last = last;
                 stream->matched = matched;

@@ -81,6 +81,7 @@ def serve(
     while not scheduler.is_idle:
         plan = scheduler.plan(0.0)
         assert plan is not None
+        scheduler.register_some()
         output = runner.run(plan).wait()
         # The step has read what was let go of when it was planned; the next one must not.
         poison(runner._kv_cache, scheduler._live.allocator.pool)

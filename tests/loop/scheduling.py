@@ -167,6 +167,7 @@ class Bench:
     def plan(self) -> StepPlan | None:
         """Plan one step and give it to the device, which does not run it yet."""
         plan = self.scheduler.plan(self.now_s)
+        self.scheduler.register_some()
         self.scheduler.check()
         self.cache_mirror.check(self.scheduler._live.allocator)
         if plan is not None:

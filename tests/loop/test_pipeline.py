@@ -7,7 +7,7 @@ import pytest
 from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.intake import STARTED_PER_TURN
-from asyncserve.loop.pipeline import SLICE_LEN
+from asyncserve.loop.pipeline import ROWS_PER_TURN, SLICE_LEN
 from asyncserve.loop.step_planner import MAX_ADMITTED
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
 from tests.fakes.engine import VOCAB_SIZE, Bench, bench
@@ -217,6 +217,35 @@ async def test_plans_that_admit_many_are_not_made_in_one_turn() -> None:
             plans_per_turn.append([len(plan.admitted) for plan in b.executor.plans[num_plans:]])
         assert sorted(plan for plans in plans_per_turn for plan in plans)[-2:] == [MAX_ADMITTED] * 2
         assert max(map(len, plans_per_turn)) == 1
+        b.executor.resume()
+        for sink in sinks:
+            await sink.wait()
+
+
+async def test_a_step_of_many_rows_is_not_applied_and_followed_in_one_turn() -> None:
+    """The scheduler's stage held the loop for over a millisecond, whatever there was to apply and plan."""
+    info = fake_info(
+        vocab_size=VOCAB_SIZE,
+        num_slots=ROWS_PER_TURN,
+        num_blocks=4 * ROWS_PER_TURN,
+        max_num_batched_tokens=4 * ROWS_PER_TURN,
+        max_model_len=4096,
+    )
+    async with bench(info, max_num_queued_requests=ROWS_PER_TURN) as b:
+        b.executor.hold()
+        sinks = [b.send("x", str(i), max_tokens=40) for i in range(ROWS_PER_TURN)]
+        await b.until(lambda: len(b.tokenizer.encoding_threads) == ROWS_PER_TURN)
+        while not b.executor.plans or len(b.executor.plans[-1].sequences) < ROWS_PER_TURN:
+            await b.turn(40)
+            b.executor.complete()
+        await b.turn(40)
+        b.executor.complete()
+        turns = []
+        for _ in range(20):
+            b.observer.stages.clear()
+            await asyncio.sleep(0)
+            turns.append([stage for stage, *_ in b.observer.stages if stage in ("apply", "plan")])
+        assert [stages for stages in turns if stages] == [["apply"], ["plan"]]
         b.executor.resume()
         for sink in sinks:
             await sink.wait()
