@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +9,11 @@ from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.intake import STARTED_PER_TURN
 from asyncserve.loop.pipeline import ROWS_PER_TURN, SLICE_LEN
+from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.step_planner import MAX_ADMITTED
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
 from tests.fakes.engine import VOCAB_SIZE, Bench, bench
-from tests.fakes.executor import fake_info
+from tests.fakes.executor import FakeExecutor, fake_info
 from tests.fakes.sink import RecordingSink
 from tests.fakes.tokenizer import FakeTokenizer
 
@@ -249,6 +251,23 @@ async def test_a_step_of_many_rows_is_not_applied_and_followed_in_one_turn() -> 
         b.executor.resume()
         for sink in sinks:
             await sink.wait()
+
+
+async def test_filled_blocks_are_hashed_when_the_device_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_do(*args: Any) -> Any:
+            done.append(name)
+            return method(*args)
+
+        return note_and_do
+
+    monkeypatch.setattr(FakeExecutor, "submit", noted("submit", FakeExecutor.submit))
+    monkeypatch.setattr(Scheduler, "register_some", noted("hash", Scheduler.register_some))
+    async with bench() as b:
+        await b.send("x", max_tokens=20).wait()
+    assert done == ["submit", "hash"] * len(b.executor.plans)
 
 
 # ---- what is reported ----------------------------------------------------------------------------------
