@@ -12,8 +12,9 @@ Why a host block holds what it is said to:
 * what a failed step and those behind it in flight were to move is not known to have been moved
   (`lose_transfers`).
 
-Evicted blocks are stored as far as the bus keeps up: what is beyond that would hold up the plan's step, with
-all that decode in it, and is forgotten instead (`_forget_excess`).
+Evicted blocks are stored as far as the bus keeps up, and a little further where steps are long: what is
+beyond that would hold up the plan's step, with all that decode in it, and is forgotten instead
+(`_forget_excess`).
 """
 
 import math
@@ -31,8 +32,9 @@ _STAGED_S = 0.01
 """Seconds of the bus that staging memory on the device holds (512 MiB at 50 GB/s): so much of the evicted
 blocks of a plan is copied beside its step; more, before it begins."""
 _WAITED_SHARE = 0.125
-"""Of a step's time, that the next may wait for more. A step that computes prompts for 0.2 s evicts twice of
-what is staged, and each block found again saves ten times what its copy takes."""
+"""Of the last step's time: so much longer the bus may take for a plan's evicted blocks, and hold up its step.
+With a model of 8B on an H200, a step that computes prompts for 0.2 s evicts twice what staging holds, and a
+block found again saves ten times what its copy takes."""
 
 
 class SwappedBlock(NamedTuple):
@@ -259,7 +261,7 @@ class HostTier:
         return self._cost.prefers_load(num_blocks, num_tokens)
 
     def _forget_excess(self) -> None:
-        """Store no more evicted blocks in this plan than the bus keeps up with: the last that were evicted.
+        """Store no more evicted blocks in this plan than the bus has time for: the last that were evicted.
 
         They are the most use: a sequence's tail is evicted before its head. What a swapped sequence holds,
         or a load of this plan, is stored in any case.

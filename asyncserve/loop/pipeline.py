@@ -66,7 +66,7 @@ ROWS_PER_TURN = 512
 """Rows of steps, applied or planned, after which the scheduler's stage gives way to the others: about 0.3 ms.
 Where that is a plan, the device has it the sooner."""
 CHANGE_ROWS = 64
-"""A sequence that arrives, is admitted or ends counts as so many."""
+"""A sequence that arrives, is admitted, ends, or got more than a token counts as so many."""
 SLICE_LEN = 32
 """Deltas handed to sinks in one iteration of the loop: about 0.2 ms of work with a socket write each."""
 PLAIN_SLICE_LEN = 512
@@ -389,7 +389,6 @@ class Pipeline:
             # Only now, with the device supplied, is it time for the outputs.
             for step in steps:
                 await applied.put(step)
-                scheduler.register_some()
             if self._cache_log is not None:
                 self._cache_log.flush()
 
@@ -464,6 +463,8 @@ class Pipeline:
             began_s = self._clock()
             self._launched.put_nowait(Launched(plan, self._lost or self._executor.submit(plan)))
             self._observer.stage_ran("submit", plan.step_id, began_s, self._clock())
+            await asyncio.sleep(0)  # the device's thread takes the plan while the loop asks for events
+            self._scheduler.register_some()
 
     async def _collect(self) -> None:
         """launched → completions, in the order launched; the watchdog of steps."""

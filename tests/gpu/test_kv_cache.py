@@ -90,8 +90,10 @@ def test_a_layer_that_keeps_a_state_has_the_bytes_of_its_pages() -> None:
     assert state.blocks_for(1) == state.blocks_for(10**6) == 2
 
 
-def test_copied_blocks_take_the_place_of_others_in_every_layer_and_may_swap() -> None:
-    cache = KVCache([group(0, (0, 1)), group(1, (2,))], device=torch.device("cpu"))
+@pytest.mark.parametrize("head_dim", [8, 3])
+def test_copied_blocks_take_the_place_of_others_in_every_layer_and_may_swap(head_dim: int) -> None:
+    groups = [group(0, (0, 1), head_dim=head_dim), group(1, (2,), head_dim=head_dim)]
+    cache = KVCache(groups, device=torch.device("cpu"))
     for layer in (*cache.keys, *cache.values):
         layer.copy_(torch.arange(layer.shape[0])[:, None, None, None].expand(layer.shape))
     cache.copy_blocks(torch.tensor([1, 2, 1]), torch.tensor([2, 1, 3]))

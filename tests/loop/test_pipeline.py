@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,11 +8,12 @@ import pytest
 from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.intake import STARTED_PER_TURN
-from asyncserve.loop.pipeline import ROWS_PER_TURN, SLICE_LEN
+from asyncserve.loop.pipeline import ROWS_PER_TURN, SLICE_LEN, Turn
+from asyncserve.loop.scheduler import Scheduler
 from asyncserve.loop.step_planner import MAX_ADMITTED
 from asyncserve.request import ChatPrompt, FinishReason, RequestOutput
 from tests.fakes.engine import VOCAB_SIZE, Bench, bench
-from tests.fakes.executor import fake_info
+from tests.fakes.executor import FakeExecutor, fake_info
 from tests.fakes.sink import RecordingSink
 from tests.fakes.tokenizer import FakeTokenizer
 
@@ -211,15 +213,32 @@ async def test_plans_that_admit_many_are_not_made_in_one_turn() -> None:
         b.executor.complete()
         b.executor.complete()
         plans_per_turn = []
+        num_submitted = len(b.executor.plans)
         for _ in range(12):
-            num_plans = len(b.executor.plans)
+            b.observer.stages.clear()
             await asyncio.sleep(0)
-            plans_per_turn.append([len(plan.admitted) for plan in b.executor.plans[num_plans:]])
-        assert sorted(plan for plans in plans_per_turn for plan in plans)[-2:] == [MAX_ADMITTED] * 2
-        assert max(map(len, plans_per_turn)) == 1
+            plans_per_turn.append([stage for stage, *_ in b.observer.stages].count("plan"))
+        admitted = [len(plan.admitted) for plan in b.executor.plans[num_submitted:]]
+        assert sorted(admitted)[-2:] == [MAX_ADMITTED] * 2
+        assert max(plans_per_turn) == 1
         b.executor.resume()
         for sink in sinks:
             await sink.wait()
+
+
+async def test_a_turn_ends_whenever_as_much_was_done_as_an_iteration_has_room_for() -> None:
+    num_iterations = 0
+
+    def count() -> None:
+        nonlocal num_iterations
+        num_iterations += 1
+
+    turn = Turn()
+    for num_rows, yields in [(ROWS_PER_TURN - 1, False), (1, True), (1, False), (ROWS_PER_TURN, True)]:
+        before = num_iterations
+        asyncio.get_running_loop().call_soon(count)
+        await turn.use(num_rows)
+        assert (num_iterations > before) == yields
 
 
 async def test_a_step_of_many_rows_is_not_applied_and_followed_in_one_turn() -> None:
@@ -249,6 +268,23 @@ async def test_a_step_of_many_rows_is_not_applied_and_followed_in_one_turn() -> 
         b.executor.resume()
         for sink in sinks:
             await sink.wait()
+
+
+async def test_filled_blocks_are_hashed_when_the_device_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_do(*args: Any) -> Any:
+            done.append(name)
+            return method(*args)
+
+        return note_and_do
+
+    monkeypatch.setattr(FakeExecutor, "submit", noted("submit", FakeExecutor.submit))
+    monkeypatch.setattr(Scheduler, "register_some", noted("hash", Scheduler.register_some))
+    async with bench() as b:
+        await b.send("x", max_tokens=20).wait()
+    assert done == ["submit", "hash"] * len(b.executor.plans)
 
 
 # ---- what is reported ----------------------------------------------------------------------------------

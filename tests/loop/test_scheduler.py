@@ -969,6 +969,18 @@ def test_blocks_that_streams_fill_together_become_findable_over_several_plans_an
     assert max(per_plan) == LEAST_REGISTERED
 
 
+def test_blocks_become_findable_as_fast_as_many_streams_fill_them() -> None:
+    num_streams, block_len = 8 * LEAST_REGISTERED, 4
+    info = fake_info(num_slots=num_streams, num_blocks=4000, block_len=block_len, max_num_batched_tokens=1000)
+    bench = Bench(info)
+    for i in range(num_streams):
+        bench.add([i], max_tokens=60)
+    states = list(bench.scheduler._live.sequences.values())
+    for _ in range(50):
+        bench.step()
+        assert all(state.num_registered_blocks >= len(state.token_ids) // block_len - 1 for state in states)
+
+
 def test_blocks_yet_to_become_findable_do_when_their_sequence_ends() -> None:
     bench = Bench(fake_info(num_slots=64, num_blocks=500, block_len=4, max_num_batched_tokens=1000))
     for i in range(2 * LEAST_REGISTERED):
