@@ -9,6 +9,7 @@ from prometheus_client import generate_latest
 
 from asyncserve.config import ServerConfig
 from asyncserve.errors import CheckpointError, ConfigError
+from asyncserve.kv_events.publisher import KVEventPublisher
 from asyncserve.metrics.exposition import new_registry
 from asyncserve.observer import ObserverGroup
 from asyncserve.serve import (
@@ -18,6 +19,7 @@ from asyncserve.serve import (
     start_kv_events,
     start_tracing,
 )
+from asyncserve.tracing.otlp import TraceExporter
 from tests.gpu.test_startup import dummy_checkpoint
 
 
@@ -78,7 +80,11 @@ def test_cpu_libraries_are_told_what_suits_a_server_unless_somebody_has_said_oth
     assert os.environ[name] == CPU_LIBRARIES[name]
 
 
-def test_traces_and_timeline_are_written_where_the_options_say(tmp_path: Path) -> None:
+def test_traces_and_timeline_are_written_where_the_options_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TraceExporter, "num_exported", 5)
+    monkeypatch.setattr(TraceExporter, "num_dropped", 2)
     path = tmp_path / "steps.json"
     config = ServerConfig(
         model="m", trace_steps=str(path), otlp_traces_endpoint="http://127.0.0.1:1/v1/traces"
@@ -89,7 +95,10 @@ def test_traces_and_timeline_are_written_where_the_options_say(tmp_path: Path) -
     for close in closers:
         close()
     assert json.loads(path.read_bytes())[-1]["args"] == {"step": 3}
-    assert b'asyncserve:traced_requests_total{engine="0",model_name="m"' in generate_latest(registry)
+    metrics = generate_latest(registry).decode()
+    for outcome, count in (("exported", 5.0), ("dropped", 2.0)):
+        labels = f'{{engine="0",model_name="m",outcome="{outcome}"}}'
+        assert f"asyncserve:traced_requests_total{labels} {count}" in metrics
 
 
 def test_nothing_is_traced_unless_it_is_asked_for() -> None:
@@ -104,7 +113,11 @@ def test_a_timeline_that_cannot_be_written_stops_the_start(tmp_path: Path) -> No
         start_tracing(config, ObserverGroup(), new_registry())
 
 
-def test_kv_events_are_published_where_the_option_says_and_only_then(tmp_path: Path) -> None:
+def test_kv_events_are_published_where_the_option_says_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVEventPublisher, "num_sent", 5)
+    monkeypatch.setattr(KVEventPublisher, "num_left_out", 2)
     registry = new_registry()
     assert start_kv_events(ServerConfig(model="m"), registry) is None
     assert generate_latest(registry) == b""
@@ -112,9 +125,9 @@ def test_kv_events_are_published_where_the_option_says_and_only_then(tmp_path: P
     publisher = start_kv_events(ServerConfig(model="m", kv_events_config=text), registry)
     assert publisher is not None
     assert publisher.endpoints == (f"ipc://{tmp_path}/events", None)
-    assert b'kv_event_batches_total{engine="0",model_name="m",outcome="sent"} 0.0' in generate_latest(
-        registry
-    )
+    metrics = generate_latest(registry).decode()
+    for outcome, count in (("sent", 5.0), ("left_out", 2.0)):
+        assert f'kv_event_batches_total{{engine="0",model_name="m",outcome="{outcome}"}} {count}' in metrics
     publisher.close()
     with pytest.raises(ConfigError, match="enable_prefix_caching turns off"):
         start_kv_events(ServerConfig(model="m", kv_events_config=text, enable_prefix_caching=False), registry)
