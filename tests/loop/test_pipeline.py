@@ -1,9 +1,11 @@
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from asyncserve.cache_events import BlocksStored, CacheEvent
 from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.intake import STARTED_PER_TURN
@@ -249,6 +251,24 @@ async def test_a_step_of_many_rows_is_not_applied_and_followed_in_one_turn() -> 
         b.executor.resume()
         for sink in sinks:
             await sink.wait()
+
+
+async def test_blocks_that_a_stream_fills_become_findable_while_it_runs() -> None:
+    """Not only when it ends: another turn of the same conversation may come before."""
+    num_findable = 0
+
+    def listen(events: Sequence[CacheEvent]) -> None:
+        nonlocal num_findable
+        num_findable += sum(len(event.token_ids) for event in events if isinstance(event, BlocksStored))
+
+    def note(output: RequestOutput) -> None:
+        if output.finish_reason is None:
+            findable.append(num_findable)
+
+    findable: list[int] = []
+    async with bench(MANY_SLOTS, cache_listener=listen) as b:
+        await b.send("x", max_tokens=64, sink=RecordingSink(on_put=note)).wait()
+    assert findable[-1] > 48, "all but the last few blocks"
 
 
 # ---- what is reported ----------------------------------------------------------------------------------
