@@ -1,10 +1,12 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from asyncserve.cache_events import BlocksStored, CacheEvent
 from asyncserve.errors import InvalidRequest
 from asyncserve.loop.admission import LONG_TEXT_LEN
 from asyncserve.loop.intake import STARTED_PER_TURN
@@ -285,6 +287,24 @@ async def test_filled_blocks_are_hashed_when_the_device_has_its_plan(monkeypatch
     async with bench() as b:
         await b.send("x", max_tokens=20).wait()
     assert done == ["submit", "hash"] * len(b.executor.plans)
+
+
+async def test_blocks_that_a_stream_fills_become_findable_while_it_runs() -> None:
+    """Not only when it ends: another turn of the same conversation may come before."""
+    num_findable = 0
+
+    def listen(events: Sequence[CacheEvent]) -> None:
+        nonlocal num_findable
+        num_findable += sum(len(event.token_ids) for event in events if isinstance(event, BlocksStored))
+
+    def note(output: RequestOutput) -> None:
+        if output.finish_reason is None:
+            findable.append(num_findable)
+
+    findable: list[int] = []
+    async with bench(MANY_SLOTS, cache_listener=listen) as b:
+        await b.send("x", max_tokens=64, sink=RecordingSink(on_put=note)).wait()
+    assert findable[-1] > 48, "all but the last few blocks"
 
 
 # ---- what is reported ----------------------------------------------------------------------------------
