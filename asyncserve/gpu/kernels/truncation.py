@@ -83,8 +83,8 @@ def find_thresholds(
         config: How the work is cut.
 
     Returns:
-        `[num_samples] float32`; minus infinity where nothing is cut, anything where the row's slot is -1 or
-        its logits are not finite.
+        `[num_samples] float32`; minus infinity where nothing is cut or the row's logits are not finite,
+        anything where its slot is -1.
     """
     num_rows, vocab = logits.shape
     num_groups = triton.cdiv(vocab, _GROUP_LEN.value)
@@ -293,6 +293,8 @@ def _find_thresholds(
                         SHIFT,
                     )
                 tl.store(thresholds_ptr + row, threshold)
+            else:
+                tl.store(thresholds_ptr + row, float("-inf"))
         else:
             tl.store(thresholds_ptr + row, float("-inf"))
 

@@ -259,6 +259,7 @@ def test_a_row_is_cut_as_if_alone_whatever_stands_beside_it() -> None:
     logits[7, 0] = torch.inf
     beside_bad = thresholds_of(logits, shapes, config=SMALL)
     assert torch.equal(together[others], beside_bad[others])
+    assert beside_bad[[3, 7]].tolist() == [-torch.inf] * 2
     for row in others if ON_GPU else others[1::3]:
         alone = thresholds_of(logits[row : row + 1], shapes.take(np.array([row])), config=SMALL)
         assert together[row] == alone[0]
