@@ -1,5 +1,6 @@
 """A paged cache filled with random sequences, and attention over it in float64, one row at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -125,3 +126,14 @@ class Rows:
             scores = torch.cat((scores, sinks), -1)
         weights = scores.softmax(-1)[..., :seq_len]
         return torch.einsum("hnl,lhd->nhd", weights, v)
+
+
+def assert_queries_are_cut_and_nan_stays(rows: Rows, attend: Callable[[], None]) -> None:
+    """Hold a kernel to it, with bfloat16 queries and a cache of 8 bits: what it multiplies is float16."""
+    rows.q[0] = 1e6  # float16 ends at 65,504
+    attend()
+    assert rows.out.isfinite().all()
+    rows.q[0, 0, 3] = torch.nan
+    attend()
+    assert rows.out[0, 0].isnan().all()
+    assert rows.out[1:].isfinite().all()
