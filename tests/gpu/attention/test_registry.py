@@ -65,7 +65,8 @@ def test_a_library_that_was_asked_for_and_is_missing_is_said(
     backend: str, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setitem(sys.modules, library, None)
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"{backend}: it needs {library}[.\w]*, which is not installed"):
         load_attention(backend, [GROUP], CPU)
 
