@@ -139,30 +139,12 @@ def other_configs(product: Product, num_tokens: int) -> list[SmallLinearConfig]:
                 found.append(
                     SmallLinearConfig(rows=rows, tile_len=tile_len, num_warps=warps, warps_per_row=per_row)
                 )
-    # Tensor cores for a single token only where a row is short.
-    has_products = num_tokens == 1
-    if row_len <= 4096 and not (has_products and row_len > 2048):
+        return found
+    if row_len <= 4096:
         for rows, warps in itertools.product((8, 16, 32), (4, 8, 16)):
             if max(16, sides * rows) * row_len // (256 * warps) <= 16:
-                found.append(
-                    SmallLinearConfig(rows=rows, tile_len=row_len, num_warps=warps, has_products=has_products)
-                )
-    if row_len <= 2048:
-        for rows, stages, programs in itertools.product((8, 16, 32), (2, 3, 4), (132, 264)):
-            num_bytes = stages * 2 * max(16, sides * rows) * row_len
-            if num_bytes <= MOST_SHARED_BYTES // (programs // 132) and programs * rows < product.out_features:
-                found.append(
-                    SmallLinearConfig(
-                        rows=rows,
-                        tile_len=row_len,
-                        num_warps=8,
-                        num_stages=stages,
-                        prefetch_len=in_features,
-                        num_programs=programs,
-                        has_products=has_products,
-                    )
-                )
-    if not has_products and in_features > 1024:
+                found.append(SmallLinearConfig(rows=rows, tile_len=row_len, num_warps=warps))
+    if in_features > 1024:
         for rows, tile_len, (stages, ahead) in itertools.product(
             (8, 16, 32, 64), (256, 512, 1024), ((3, 0), (3, 1024), (4, 1024))
         ):
@@ -179,11 +161,9 @@ def other_configs(product: Product, num_tokens: int) -> list[SmallLinearConfig]:
 
 def named(config: SmallLinearConfig) -> str:
     """Return a way to cut a product in short."""
-    kind = "dot " if config.has_products else ""
-    programs = f" p{config.num_programs}" if config.num_programs < 2**30 else ""
     return (
-        f"{kind}r{config.rows} t{config.tile_len} w{config.num_warps}/{config.warps_per_row} "
-        f"s{config.num_stages} a{config.prefetch_len}{programs}"
+        f"r{config.rows} t{config.tile_len} w{config.num_warps}/{config.warps_per_row} "
+        f"s{config.num_stages} a{config.prefetch_len}"
     )
 
 

@@ -5,7 +5,7 @@ the gate of an MLP or is added to the residual. A program takes some rows of the
 rows of both halves. What it reads of them first is under way before it waits for the kernel that makes x.
 
 * one token: a warp multiplies rows of its own in float32, without tensor cores, and meets no other warp;
-* short rows: x stays where it is, and a program runs over tiles of whole rows;
+* short rows: a program has its rows whole in registers;
 * long rows: a program runs over the columns of its rows.
 
 In the last two each warp multiplies a part of the columns of its own, so that 16 rows keep all warps busy.
@@ -25,6 +25,11 @@ from asyncserve.gpu.kernels.paging import product_dtype
 MOST_TOKENS = 16
 """As many as the smallest tensor-core product has to take anyway."""
 
+_LONGEST_SHORT_ROW = 2048
+_MOST_ROWS = 16 * 1024
+"""Of a weight with short rows, for several tokens. Beyond, cuBLAS is quicker: on an H200 it takes 78 µs for
+eight tokens and 151,936 rows of 1,024, and this would take 92."""
+
 _MOST_NORMALIZED = 16 * 1024
 """Elements of x that each program may normalize for itself. Above that a kernel of its own costs less: it
 does once what here every program repeats."""
@@ -39,12 +44,10 @@ class SmallLinearConfig:
         tile_len: Columns at once. For several tokens, one that covers a row means the kernel for short rows.
         num_warps: Of a program; `tile_len` / 16 at most if there are several tokens.
         warps_per_row: How many share a row; only for one token, where they must meet if they are several.
-        num_stages: Tiles of the weight in flight, the one being multiplied included; only for several tokens.
-            1, for short rows: a program makes one tile, and has it in registers before the wait.
+        num_stages: Tiles of the weight in flight, the one being multiplied included; only for several tokens
+            with long rows.
         prefetch_len: Columns of the first rows that are asked into the L2 cache before the wait, at most a
             row; pieces of 16 bytes.
-        num_programs: Most programs there are; only for short rows, where each then makes several tiles.
-        has_products: Whether tensor cores multiply; only for one token is there a choice.
     """
 
     rows: int
@@ -53,16 +56,15 @@ class SmallLinearConfig:
     warps_per_row: int = 1
     num_stages: int = 1
     prefetch_len: int = 0
-    num_programs: int = 2**30
-    has_products: bool = False
 
 
-def takes(num_tokens: int, in_features: int, dtype: torch.dtype) -> bool:
+def takes(num_tokens: int, in_features: int, weight_rows: int, dtype: torch.dtype) -> bool:
     """Whether `small_linear` serves that many tokens, and sooner than cuBLAS does."""
     if num_tokens == 1:
         return True
-    most = MOST_TOKENS if in_features < 4096 else 8
-    return num_tokens <= most and dtype.itemsize == 2
+    if dtype.itemsize != 2 or (in_features <= _LONGEST_SHORT_ROW and weight_rows > _MOST_ROWS):
+        return False
+    return num_tokens <= (MOST_TOKENS if in_features < 4096 else 8)
 
 
 def takes_norm(num_tokens: int, in_features: int) -> bool:
@@ -106,7 +108,7 @@ def small_linear_config(
         return SmallLinearConfig(rows=4, tile_len=tile_len, num_warps=8, warps_per_row=4)
     # A warp's part of a tile is 16 columns at least.
     tile_len = max(128, row_len)
-    if tile_len <= 2048:
+    if tile_len <= _LONGEST_SHORT_ROW:
         # One tile a program, 16 rows of the weight.
         return SmallLinearConfig(rows=16 // sides, tile_len=tile_len, num_warps=4 if tile_len <= 1024 else 8)
     # What is asked for ahead comes in pieces of 16 bytes.
@@ -180,7 +182,7 @@ def small_linear(
         "num_warps": config.num_warps,
         **launch_options(),
     }
-    if num_tokens == 1 and not config.has_products:
+    if num_tokens == 1:
         span = min(config.tile_len, config.warps_per_row * 512 // x.dtype.itemsize)
         _one_token[(num_tiles,)](
             *tensors,
@@ -192,17 +194,15 @@ def small_linear(
             **shared,
         )
         return out
-    is_short = in_features <= config.tile_len
-    kernel = _short_rows if is_short else _long_rows
-    has_many_tiles = is_short and config.num_stages > 1
-    kernel[(min(num_tiles, config.num_programs) if has_many_tiles else num_tiles,)](
+    kernel = _short_rows if in_features <= config.tile_len else _long_rows
+    kernel[(num_tiles,)](
         *tensors,
         x.stride(0),
         out.stride(0),
         num_tokens,
         out_features,
         eps,
-        TOKENS=_padded(max(2, num_tokens)),
+        TOKENS=_padded(num_tokens),
         TILE_ROWS=max(16, sides * config.rows),
         PART_LEN=config.tile_len // config.num_warps,
         NUM_STAGES=config.num_stages,
@@ -425,27 +425,6 @@ def _one_token(
     )
 
 
-@triton.jit
-def _whole_rows(
-    weight_ptr: tl.tensor,
-    first_row: tl.tensor,
-    out_features: tl.tensor,
-    column: tl.tensor,
-    IN_FEATURES: tl.constexpr,
-    SIDES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-) -> tl.tensor:
-    """Load a tile of ROWS features, `[parts, TILE_ROWS, columns of a part]`."""
-    in_tile = tl.arange(0, TILE_ROWS)
-    row = first_row + in_tile // SIDES
-    is_row = (in_tile < SIDES * ROWS) & (row < out_features)
-    at = (row + in_tile % SIDES * out_features).to(tl.int64)[None, :, None] * IN_FEATURES + column[:, None, :]
-    return tl.load(
-        weight_ptr + at, mask=is_row[None, :, None] & (column < IN_FEATURES)[:, None, :], other=0.0
-    )
-
-
 @triton.jit(do_not_specialize=["num_tokens", "out_features"])
 def _short_rows(
     x_ptr: tl.tensor,
@@ -473,15 +452,18 @@ def _short_rows(
     NUM_STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """A program makes every num_programs-th tile of ROWS features for all tokens; one, if NUM_STAGES is 1."""
+    """A program makes ROWS features for all tokens, whole rows at once."""
     # `[parts, columns of a part]`
     column = tl.arange(0, NUM_WARPS)[:, None] * PART_LEN + tl.arange(0, PART_LEN)[None, :]
     exists = column < IN_FEATURES
     first_row = tl.program_id(0) * ROWS
-    held = column
     bias = _bias(bias_ptr, first_row, out_features, SIDES, HAS_BIAS, ROWS, TILE_ROWS)
-    if NUM_STAGES == 1:
-        held = _whole_rows(weight_ptr, first_row, out_features, column, IN_FEATURES, SIDES, ROWS, TILE_ROWS)
+    in_tile = tl.arange(0, TILE_ROWS)
+    row = first_row + in_tile // SIDES
+    is_row = (in_tile < SIDES * ROWS) & (row < out_features)
+    at = (row + in_tile % SIDES * out_features).to(tl.int64)[None, :, None] * IN_FEATURES + column[:, None, :]
+    # `[parts, TILE_ROWS, columns of a part]`
+    weight = tl.load(weight_ptr + at, mask=is_row[None, :, None] & exists[:, None, :], other=0.0)
     gain = column
     if HAS_NORM:
         gain = tl.load(gain_ptr + column, mask=exists, other=0.0)
@@ -508,58 +490,23 @@ def _short_rows(
         x = _normalized(x, inverse[None, :, None], gain[:, None, :])
     x = tl.trans(x.to(DOT_DTYPE), (0, 2, 1))
     nothing = tl.zeros([NUM_WARPS, TILE_ROWS, TOKENS], tl.float32)
-    if NUM_STAGES == 1:
-        products = tl.dot(held.to(DOT_DTYPE), x, nothing, input_precision="ieee")
-        _finish(
-            tl.sum(products, 0),
-            bias,
-            residual,
-            out_ptr,
-            out_stride,
-            first_row,
-            num_tokens,
-            out_features,
-            SIDES,
-            HAS_BIAS,
-            HAS_RESIDUAL,
-            ROWS,
-            TILE_ROWS,
-            TOKENS,
-        )
-    else:
-        end = tl.cdiv(out_features, ROWS) * ROWS
-        step = tl.num_programs(0) * ROWS
-        for first in tl.range(first_row, end, step, num_stages=NUM_STAGES):
-            weight = _whole_rows(weight_ptr, first, out_features, column, IN_FEATURES, SIDES, ROWS, TILE_ROWS)
-            tile_bias = _bias(bias_ptr, first, out_features, SIDES, HAS_BIAS, ROWS, TILE_ROWS)
-            tile_residual = _residual(
-                out_ptr,
-                out_stride,
-                first,
-                num_tokens,
-                out_features,
-                HAS_RESIDUAL,
-                ROWS,
-                TILE_ROWS // SIDES,
-                TOKENS,
-            )
-            products = tl.dot(weight.to(DOT_DTYPE), x, nothing, input_precision="ieee")
-            _finish(
-                tl.sum(products, 0),
-                tile_bias,
-                tile_residual,
-                out_ptr,
-                out_stride,
-                first,
-                num_tokens,
-                out_features,
-                SIDES,
-                HAS_BIAS,
-                HAS_RESIDUAL,
-                ROWS,
-                TILE_ROWS,
-                TOKENS,
-            )
+    products = tl.dot(weight.to(DOT_DTYPE), x, nothing, input_precision="ieee")
+    _finish(
+        tl.sum(products, 0),
+        bias,
+        residual,
+        out_ptr,
+        out_stride,
+        first_row,
+        num_tokens,
+        out_features,
+        SIDES,
+        HAS_BIAS,
+        HAS_RESIDUAL,
+        ROWS,
+        TILE_ROWS,
+        TOKENS,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens", "out_features"])

@@ -116,6 +116,7 @@ class SmallProduct:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         from asyncserve.gpu.kernels import small_linear as kernels
 
+        self._weight_rows = weight.shape[0]
         self._takes, self._takes_norm = kernels.takes, kernels.takes_norm
         self._multiply: Callable[..., torch.Tensor] = functools.partial(
             kernels.small_linear, weight=weight, bias=bias
@@ -124,7 +125,7 @@ class SmallProduct:
     def takes(self, x: torch.Tensor) -> bool:
         """Whether it serves these rows."""
         num_tokens, in_features = x.shape
-        return self._takes(num_tokens, in_features, x.dtype)
+        return self._takes(num_tokens, in_features, self._weight_rows, x.dtype)
 
     def run(
         self,
