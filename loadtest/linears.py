@@ -1,10 +1,11 @@
 """What the products of few tokens cost on a GPU: `python -m loadtest.linears`, run in the repository's root.
 
 Each product of a layer with what belongs to it (norm, gate, residual), all four of a layer one after the
-other, and the output head: `gpu/kernels/small_linear.py` beside cuBLAS with the kernels before and after it,
-which is what layers run with more tokens. µs is device time of one call inside a CUDA graph of many, weights
-taken in turn from more than the L2 cache holds. GB/s counts the weight alone, % is its share of a copy in the
-same run. `--sweep` instead times other ways to cut the work than the ones chosen.
+other, and the output head: what layers run, `gpu/kernels/small_linear.py` or `tiled_linear.py`, beside
+cuBLAS with the kernels before and after it, which is what they run with more tokens. µs is device time of one
+call inside a CUDA graph of many, weights taken in turn from more than the L2 cache holds. GB/s counts the
+weight alone, % is its share of a copy in the same run. `--sweep` instead times other ways to cut the work
+than the ones chosen.
 """
 
 import functools
@@ -16,8 +17,11 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from asyncserve.gpu.kernels import gated_mul, rms_norm, small_linear
+from asyncserve.gpu.kernels import gated_mul, rms_norm, small_linear, tiled_linear
 from asyncserve.gpu.kernels.small_linear import SmallLinearConfig
+from asyncserve.gpu.kernels.tiled_linear import TiledLinearConfig
+from asyncserve.gpu.layers.linear import SmallProduct
+from asyncserve.gpu.layers.norm import RMSNorm
 from loadtest.figures import Rows
 from loadtest.kernel_benchmark import (
     DTYPE,
@@ -31,10 +35,13 @@ from loadtest.kernel_benchmark import (
 )
 from loadtest.model_shapes import Shape
 
-TOKENS = (1, 2, 8, 16)
-SWEPT_TOKENS = (1, 8)
+TOKENS = (1, 2, 8, 16, 32, 64)
+SWEPT_TOKENS = (1, 8, 16, 32, 64)
 MOST_SHOWN = 10
 MOST_SHARED_BYTES = 200 * 1024
+
+
+Config = SmallLinearConfig | TiledLinearConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +95,30 @@ def run_product(
     weight: torch.Tensor,
     norm_weight: torch.Tensor,
     residual: torch.Tensor,
-    config: SmallLinearConfig | None = None,
+    config: Config | None = None,
 ) -> torch.Tensor:
-    """Multiply as a layer does on a GPU, few tokens."""
-    fuses_norm = product.has_norm and small_linear.takes_norm(*x.shape)
-    if product.has_norm and not fuses_norm:
-        x = rms_norm.rms_norm(x, norm_weight, eps=EPS)
-    return small_linear.small_linear(
-        x,
-        weight,
-        norm_weight=norm_weight if fuses_norm else None,
-        eps=EPS,
-        is_gated=product.is_gated,
-        residual=residual if product.is_added else None,
-        config=config,
+    """Multiply as a layer does on a GPU, few tokens; cut in the way given, or as suits it."""
+    added_to = residual if product.is_added else None
+    if isinstance(config, SmallLinearConfig):
+        norm = norm_weight if product.has_norm else None
+        return small_linear.small_linear(
+            x,
+            weight,
+            norm_weight=norm,
+            eps=EPS,
+            is_gated=product.is_gated,
+            residual=added_to,
+            config=config,
+        )
+    if config is not None:
+        if product.has_norm:
+            x = rms_norm.rms_norm(x, norm_weight, eps=EPS)
+        return tiled_linear.tiled_linear(
+            x, weight, arrived=counters(), is_gated=product.is_gated, residual=added_to, config=config
+        )
+    layer = layer_product(weight)
+    return layer.run(
+        x, layer_norm(norm_weight) if product.has_norm else None, added_to, is_gated=product.is_gated
     )
 
 
@@ -121,69 +138,100 @@ def compose_product(
     return gated_mul.silu_mul(result) if product.is_gated else result
 
 
-def other_configs(product: Product, num_tokens: int) -> list[SmallLinearConfig]:
+@functools.cache
+def counters() -> torch.Tensor:
+    """Return what programs that share rows count in."""
+    return torch.zeros(tiled_linear.MOST_SHARED, dtype=torch.int32, device="cuda")
+
+
+@functools.lru_cache(128)
+def layer_product(weight: torch.Tensor) -> SmallProduct:
+    """Return what a layer with that weight multiplies by; tensors are told apart by identity."""
+    return SmallProduct(weight, None)
+
+
+@functools.lru_cache(128)
+def layer_norm(weight: torch.Tensor) -> RMSNorm:
+    """Return a layer's norm with that weight."""
+    norm = RMSNorm(weight.shape[0], eps=EPS, dtype=weight.dtype)
+    norm.weight.data = weight
+    norm.finish_loading(fused=True)
+    return norm
+
+
+def other_configs(product: Product, num_tokens: int) -> list[Config]:
     """Return ways to cut a product that might suit it: those whose tiles fit registers and shared memory."""
-    sides = 2 if product.is_gated else 1
-    in_features = product.in_features
-    row_len = triton.next_power_of_2(in_features)
-    found = []
     if num_tokens == 1:
-        tile_lens = {min(row_len, 4096), 1024} if row_len != 2048 else {2048}
-        for rows, tile_len, warps, per_row in itertools.product(
-            (1, 2, 4, 8, 16), sorted(tile_lens), (4, 8), (1, 2, 4, 8)
-        ):
-            # Of the weight, and of x, in 16 bytes a thread's registers hold at a time.
-            kept, x_kept = sides * rows * tile_len // (256 * warps), tile_len // (256 * per_row)
-            fits = per_row <= warps <= sides * rows * per_row and x_kept <= (4 if product.has_norm else 16)
-            if fits and 2 <= kept <= (16 if x_kept <= 4 and tile_len >= in_features else 8):
-                found.append(
-                    SmallLinearConfig(rows=rows, tile_len=tile_len, num_warps=warps, warps_per_row=per_row)
-                )
-    # Tensor cores for a single token only where a row is short.
-    has_products = num_tokens == 1
-    if row_len <= 4096 and not (has_products and row_len > 2048):
-        for rows, warps in itertools.product((8, 16, 32), (4, 8, 16)):
-            if max(16, sides * rows) * row_len // (256 * warps) <= 16:
-                found.append(
-                    SmallLinearConfig(rows=rows, tile_len=row_len, num_warps=warps, has_products=has_products)
-                )
-    if row_len <= 2048:
-        for rows, stages, programs in itertools.product((8, 16, 32), (2, 3, 4), (132, 264)):
-            num_bytes = stages * 2 * max(16, sides * rows) * row_len
-            if num_bytes <= MOST_SHARED_BYTES // (programs // 132) and programs * rows < product.out_features:
-                found.append(
-                    SmallLinearConfig(
-                        rows=rows,
-                        tile_len=row_len,
-                        num_warps=8,
-                        num_stages=stages,
-                        prefetch_len=in_features,
-                        num_programs=programs,
-                        has_products=has_products,
-                    )
-                )
-    if not has_products and in_features > 1024:
-        for rows, tile_len, (stages, ahead) in itertools.product(
-            (8, 16, 32, 64), (256, 512, 1024), ((3, 0), (3, 1024), (4, 1024))
-        ):
-            num_bytes = stages * 2 * (max(16, sides * rows) + 16) * tile_len
-            is_large = tile_len < in_features and sides * rows <= 64 and product.out_features // rows >= 64
-            if is_large and 64 * 1024 <= num_bytes <= MOST_SHARED_BYTES:
-                found.append(
-                    SmallLinearConfig(
-                        rows=rows, tile_len=tile_len, num_warps=8, num_stages=stages, prefetch_len=ahead
-                    )
-                )
+        return one_token_configs(product)
+    found: list[Config] = [*tiled_configs(product, num_tokens)]
+    sides = 2 if product.is_gated else 1
+    row_len = triton.next_power_of_2(product.in_features)
+    if row_len <= 2048 and num_tokens <= small_linear.MOST_TOKENS:
+        found += [
+            SmallLinearConfig(rows=rows, tile_len=row_len, num_warps=warps)
+            for rows, warps in itertools.product((8, 16, 32), (4, 8, 16))
+            if max(16, sides * rows) * row_len // (256 * warps) <= 16
+        ]
     return found
 
 
-def named(config: SmallLinearConfig) -> str:
+def one_token_configs(product: Product) -> list[Config]:
+    """Return those for one token."""
+    sides = 2 if product.is_gated else 1
+    in_features = product.in_features
+    row_len = triton.next_power_of_2(in_features)
+    tile_lens = {min(row_len, 4096), 1024} if row_len != 2048 else {2048}
+    found: list[Config] = []
+    for rows, tile_len, warps, per_row in itertools.product(
+        (1, 2, 4, 8, 16), sorted(tile_lens), (4, 8), (1, 2, 4, 8)
+    ):
+        # Of the weight, and of x, in 16 bytes a thread's registers hold at a time.
+        kept, x_kept = sides * rows * tile_len // (256 * warps), tile_len // (256 * per_row)
+        fits = per_row <= warps <= sides * rows * per_row and x_kept <= (4 if product.has_norm else 16)
+        if fits and 2 <= kept <= (16 if x_kept <= 4 and tile_len >= in_features else 8):
+            found.append(
+                SmallLinearConfig(rows=rows, tile_len=tile_len, num_warps=warps, warps_per_row=per_row)
+            )
+    return found
+
+
+def tiled_configs(product: Product, num_tokens: int) -> list[TiledLinearConfig]:
+    """Return those of tiles: of one program a multiprocessor, and of two."""
+    sides = 2 if product.is_gated else 1
+    tokens = max(16, triton.next_power_of_2(num_tokens))
+    found = []
+    for rows, tile_len, (warps, programs), splits in itertools.product(
+        (16, 32, 64, 128, 256), (64, 128, 256), ((4, 1), (4, 2), (8, 1)), (1, 2, 4)
+    ):
+        has_tokens_first = sides * rows < 64 <= tokens
+        tile_bytes = 2 * tile_len * (sides * rows + tokens)
+        num_stages = min(8, MOST_SHARED_BYTES // (programs * tile_bytes))
+        num_groups = -(-product.out_features // rows)
+        fills = num_groups * splits >= 64 and (splits == 1 or num_groups * splits <= 264)
+        # An accumulator of 128 registers a thread at most.
+        fits = num_stages >= 3 and sides * rows * tokens <= 128 * 32 * warps and sides * rows >= 4 * warps
+        if fills and fits and product.in_features >= 2 * splits * tile_len:
+            found.append(
+                TiledLinearConfig(
+                    rows=rows,
+                    tile_len=tile_len,
+                    num_warps=warps,
+                    num_stages=num_stages,
+                    num_splits=splits,
+                    has_tokens_first=has_tokens_first,
+                )
+            )
+    return found
+
+
+def named(config: Config) -> str:
     """Return a way to cut a product in short."""
-    kind = "dot " if config.has_products else ""
-    programs = f" p{config.num_programs}" if config.num_programs < 2**30 else ""
+    if isinstance(config, SmallLinearConfig):
+        return f"small r{config.rows} t{config.tile_len} w{config.num_warps}/{config.warps_per_row}"
+    order = " x first" if config.has_tokens_first else ""
     return (
-        f"{kind}r{config.rows} t{config.tile_len} w{config.num_warps}/{config.warps_per_row} "
-        f"s{config.num_stages} a{config.prefetch_len}{programs}"
+        f"r{config.rows} t{config.tile_len} w{config.num_warps} s{config.num_stages} "
+        f"/{config.num_splits}{order}"
     )
 
 
@@ -209,7 +257,7 @@ class Case:
     num_inputs: int
     run: Callable[..., object]
     compose: Callable[[int], object]
-    ways: Sequence[SmallLinearConfig] = ()
+    ways: Sequence[Config] = ()
 
 
 def product_case(product: Product, shape: Shape, num_tokens: int) -> Case:
@@ -220,7 +268,7 @@ def product_case(product: Product, shape: Shape, num_tokens: int) -> Case:
     norm_weight, residual = random(product.in_features), random(num_tokens, product.out_features)
     weights = [random(product.num_rows, product.in_features) * 2**-6 for _ in range(inputs)]
 
-    def run(i: int, way: SmallLinearConfig | None = None) -> torch.Tensor:
+    def run(i: int, way: Config | None = None) -> torch.Tensor:
         return run_product(product, x, weights[i], norm_weight, residual, way)
 
     return Case(
@@ -333,7 +381,7 @@ def sweep() -> Rows:
     return found
 
 
-def run_once(job: tuple[Product, int, SmallLinearConfig]) -> None:
+def run_once(job: tuple[Product, int, Config]) -> None:
     """Run a product in one way, for its binary in Triton's cache."""
     product, num_tokens, config = job
     weight = torch.zeros(product.num_rows, product.in_features, dtype=DTYPE, device="cuda")

@@ -7,6 +7,7 @@ rms_norm.py       RMSNorm
 rotary.py         rotary positions, QK-norm and the KV cache write
 sampling.py       from logits to token ids
 gated_mul.py      the gate of an MLP
-small_linear.py   products of a few tokens, with what comes before and after them
+small_linear.py   products of up to eight tokens, with what comes before and after them
+tiled_linear.py   products of up to 64 tokens, with what comes after them
 truncation.py     what top-k, min-p and top-p keep
 """

@@ -7,6 +7,8 @@ Nothing is loaded of positions that no query of a program sees: what an earlier 
 to be finite.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -161,6 +163,7 @@ def product_dtype(dtype: torch.dtype, cached: torch.dtype | None = None) -> tl.d
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 
 
+@functools.cache
 def shared_bytes(device: torch.device) -> int:
     """Return the shared memory that one program may have on the device of a tensor (it has an index)."""
     if IS_INTERPRETED:

@@ -1,14 +1,13 @@
-"""Matrix products of a few tokens, which take the time of reading the weight once.
+"""Matrix products of up to eight tokens, which take the time of reading the weight once.
 
 In one launch the rows of x are normalized (if asked), multiplied, and the product gets its bias, goes through
 the gate of an MLP or is added to the residual. A program takes some rows of the weight; of a gate, the same
 rows of both halves. What it reads of them first is under way before it waits for the kernel that makes x.
 
 * one token: a warp multiplies rows of its own in float32, without tensor cores, and meets no other warp;
-* short rows: x stays where it is, and a program runs over tiles of whole rows;
-* long rows: a program runs over the columns of its rows.
+* several: a program has its rows whole in registers, and each warp multiplies a part of the columns of its
+  own, so that 16 rows keep all warps busy. For rows of up to 2,048 columns; `tiled_linear` serves longer.
 
-In the last two each warp multiplies a part of the columns of its own, so that 16 rows keep all warps busy.
 Rounds where the composition of kernels does: x after the norm, the product with its bias, SiLU, the gated
 product, the sum with the residual; all between is float32.
 """
@@ -22,12 +21,17 @@ import triton.language as tl
 from asyncserve.gpu.kernels.dependent_launch import launch_options, let_next_begin, wait_for_previous
 from asyncserve.gpu.kernels.paging import product_dtype
 
-MOST_TOKENS = 16
-"""As many as the smallest tensor-core product has to take anyway."""
+MOST_TOKENS = 8
+"""As many as tensor cores multiply at once."""
+
+_LONGEST_ROW = 2048
+_MOST_FEATURES = 16 * 1024
+"""With several tokens: what a program holds of a longer row leaves no registers, and what very many programs
+load of x takes longer than the weight."""
 
 _MOST_NORMALIZED = 16 * 1024
-"""Elements of x that each program may normalize for itself. Above that a kernel of its own costs less: it
-does once what here every program repeats."""
+"""Elements of one token that each program may normalize for itself. Above that a kernel of its own costs
+less: it does once what here every program repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,43 +39,29 @@ class SmallLinearConfig:
     """How the work is cut: rows, columns and warps in powers of two.
 
     Args:
-        rows: Features of the result that a program makes at once.
-        tile_len: Columns at once. For several tokens, one that covers a row means the kernel for short rows.
+        rows: Features of the result that a program makes.
+        tile_len: Columns at once; for several tokens they cover a row.
         num_warps: Of a program; `tile_len` / 16 at most if there are several tokens.
         warps_per_row: How many share a row; only for one token, where they must meet if they are several.
-        num_stages: Tiles of the weight in flight, the one being multiplied included; only for several tokens.
-            1, for short rows: a program makes one tile, and has it in registers before the wait.
-        prefetch_len: Columns of the first rows that are asked into the L2 cache before the wait, at most a
-            row; pieces of 16 bytes.
-        num_programs: Most programs there are; only for short rows, where each then makes several tiles.
-        has_products: Whether tensor cores multiply; only for one token is there a choice.
     """
 
     rows: int
     tile_len: int
     num_warps: int
     warps_per_row: int = 1
-    num_stages: int = 1
-    prefetch_len: int = 0
-    num_programs: int = 2**30
-    has_products: bool = False
 
 
-def takes(num_tokens: int, in_features: int, dtype: torch.dtype) -> bool:
-    """Whether `small_linear` serves that many tokens, and sooner than cuBLAS does."""
+def takes(num_tokens: int, in_features: int, weight_rows: int, dtype: torch.dtype) -> bool:
+    """Whether `small_linear` serves that many tokens, and sooner than others do."""
     if num_tokens == 1:
         return True
-    most = MOST_TOKENS if in_features < 4096 else 8
-    return num_tokens <= most and dtype.itemsize == 2
+    is_small = in_features <= _LONGEST_ROW and weight_rows <= _MOST_FEATURES
+    return is_small and num_tokens <= MOST_TOKENS and dtype.itemsize == 2
 
 
 def takes_norm(num_tokens: int, in_features: int) -> bool:
     """Whether the norm belongs into the product, and not into a kernel before it."""
-    return _padded(num_tokens) * in_features <= _MOST_NORMALIZED
-
-
-def _padded(num_tokens: int) -> int:
-    return 1 if num_tokens == 1 else 8 if num_tokens <= 8 else MOST_TOKENS
+    return num_tokens > 1 or in_features <= _MOST_NORMALIZED
 
 
 def small_linear_config(
@@ -87,7 +77,7 @@ def small_linear_config(
         itemsize: Bytes of an element.
     """
     # The quickest that `python -m loadtest.linears --sweep` found on an H200 in bfloat16, for products of
-    # qwen3-0.6b (rows of 1,024 to 3,072) and llama-3.1-8b (4,096 and 14,336).
+    # qwen3-0.6b (rows of 1,024 to 3,072) and, of one token, llama-3.1-8b (4,096 and 14,336).
     row_len = triton.next_power_of_2(in_features)
     sides = 2 if is_gated else 1
     if num_tokens == 1:
@@ -104,21 +94,9 @@ def small_linear_config(
         if is_gated or row_bytes <= 8192:
             return SmallLinearConfig(rows=8 // sides, tile_len=tile_len, num_warps=4, warps_per_row=2)
         return SmallLinearConfig(rows=4, tile_len=tile_len, num_warps=8, warps_per_row=4)
-    # A warp's part of a tile is 16 columns at least.
+    # A warp's part of a row is 16 columns at least.
     tile_len = max(128, row_len)
-    if tile_len <= 2048:
-        # One tile a program, 16 rows of the weight.
-        return SmallLinearConfig(rows=16 // sides, tile_len=tile_len, num_warps=4 if tile_len <= 1024 else 8)
-    # What is asked for ahead comes in pieces of 16 bytes.
-    prefetch_len = 1024 if in_features * itemsize % 16 == 0 else 0
-    if out_features <= 4096 and in_features <= 4096:
-        return SmallLinearConfig(
-            rows=16 // sides, tile_len=1024, num_warps=8, num_stages=3, prefetch_len=prefetch_len
-        )
-    rows = 32 if in_features > 8192 else 16
-    return SmallLinearConfig(
-        rows=rows // sides, tile_len=512, num_warps=8, num_stages=4, prefetch_len=prefetch_len
-    )
+    return SmallLinearConfig(rows=16 // sides, tile_len=tile_len, num_warps=4 if tile_len <= 1024 else 8)
 
 
 def small_linear(
@@ -175,12 +153,10 @@ def small_linear(
         "HAS_NORM": norm_weight is not None,
         "HAS_RESIDUAL": residual is not None,
         "ROWS": config.rows,
-        "PREFETCH_LEN": config.prefetch_len,
-        "NUM_WARPS": config.num_warps,
         "num_warps": config.num_warps,
         **launch_options(),
     }
-    if num_tokens == 1 and not config.has_products:
+    if num_tokens == 1:
         span = min(config.tile_len, config.warps_per_row * 512 // x.dtype.itemsize)
         _one_token[(num_tiles,)](
             *tensors,
@@ -192,56 +168,21 @@ def small_linear(
             **shared,
         )
         return out
-    is_short = in_features <= config.tile_len
-    kernel = _short_rows if is_short else _long_rows
-    has_many_tiles = is_short and config.num_stages > 1
-    kernel[(min(num_tiles, config.num_programs) if has_many_tiles else num_tiles,)](
+    _whole_rows[(num_tiles,)](
         *tensors,
         x.stride(0),
         out.stride(0),
         num_tokens,
         out_features,
         eps,
-        TOKENS=_padded(max(2, num_tokens)),
+        TOKENS=MOST_TOKENS,
         TILE_ROWS=max(16, sides * config.rows),
+        NUM_PARTS=config.num_warps,
         PART_LEN=config.tile_len // config.num_warps,
-        NUM_STAGES=config.num_stages,
         DOT_DTYPE=product_dtype(x.dtype),
         **shared,
     )
     return out
-
-
-@triton.jit
-def _prefetch(
-    weight_ptr: tl.tensor,
-    first_row: tl.tensor,
-    out_features: tl.tensor,
-    IN_FEATURES: tl.constexpr,
-    SIDES: tl.constexpr,
-    ROWS: tl.constexpr,
-    PREFETCH_LEN: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    USE_PDL: tl.constexpr,
-) -> None:
-    """Ask the first columns of a program's rows into the L2 cache, and wait for nothing."""
-    if USE_PDL and PREFETCH_LEN > 0:
-        # The instruction is one for a warp: its threads agree on the row, and a row is one piece.
-        warp = tl.arange(0, NUM_WARPS * 32) // 32
-        num_bytes = tl.full(
-            [NUM_WARPS * 32], PREFETCH_LEN * weight_ptr.dtype.element_ty.primitive_bitwidth // 8, tl.int32
-        )
-        for first in tl.static_range(0, SIDES * ROWS, NUM_WARPS):
-            in_tile = (first + warp) % (SIDES * ROWS)
-            row = tl.minimum(first_row + in_tile // SIDES, out_features - 1) + in_tile % SIDES * out_features
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-                "=r,l,r",
-                [(weight_ptr + row.to(tl.int64) * IN_FEATURES).to(tl.int64), num_bytes],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
 
 
 @triton.jit
@@ -350,8 +291,6 @@ def _one_token(
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
-    PREFETCH_LEN: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
     USE_PDL: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -379,7 +318,6 @@ def _one_token(
     if HAS_NORM:
         gain = tl.load(gain_ptr + abreast, mask=abreast < IN_FEATURES, other=0.0)
     bias = _bias(bias_ptr, first_row, out_features, SIDES, HAS_BIAS, ROWS, SIDES * ROWS)
-    _prefetch(weight_ptr, first_row, out_features, IN_FEATURES, SIDES, ROWS, PREFETCH_LEN, NUM_WARPS, USE_PDL)
     wait_for_previous(USE_PDL)
     let_next_begin(USE_PDL)
     x = tl.load(x_ptr + abreast, mask=abreast < IN_FEATURES, other=0.0)
@@ -425,29 +363,8 @@ def _one_token(
     )
 
 
-@triton.jit
-def _whole_rows(
-    weight_ptr: tl.tensor,
-    first_row: tl.tensor,
-    out_features: tl.tensor,
-    column: tl.tensor,
-    IN_FEATURES: tl.constexpr,
-    SIDES: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-) -> tl.tensor:
-    """Load a tile of ROWS features, `[parts, TILE_ROWS, columns of a part]`."""
-    in_tile = tl.arange(0, TILE_ROWS)
-    row = first_row + in_tile // SIDES
-    is_row = (in_tile < SIDES * ROWS) & (row < out_features)
-    at = (row + in_tile % SIDES * out_features).to(tl.int64)[None, :, None] * IN_FEATURES + column[:, None, :]
-    return tl.load(
-        weight_ptr + at, mask=is_row[None, :, None] & (column < IN_FEATURES)[:, None, :], other=0.0
-    )
-
-
 @triton.jit(do_not_specialize=["num_tokens", "out_features"])
-def _short_rows(
+def _whole_rows(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -464,28 +381,26 @@ def _short_rows(
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
-    PREFETCH_LEN: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
     USE_PDL: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     PART_LEN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """A program makes every num_programs-th tile of ROWS features for all tokens; one, if NUM_STAGES is 1."""
-    # `[parts, columns of a part]`
-    column = tl.arange(0, NUM_WARPS)[:, None] * PART_LEN + tl.arange(0, PART_LEN)[None, :]
+    """A program makes ROWS features for all tokens. Tiles: `[parts, rows or tokens, columns of a part]`."""
+    column = tl.arange(0, NUM_PARTS)[:, None] * PART_LEN + tl.arange(0, PART_LEN)[None, :]
     exists = column < IN_FEATURES
     first_row = tl.program_id(0) * ROWS
-    held = column
+    in_tile = tl.arange(0, TILE_ROWS)
+    row = first_row + in_tile // SIDES
+    is_row = (in_tile < SIDES * ROWS) & (row < out_features)
+    at = (row + in_tile % SIDES * out_features).to(tl.int64)[None, :, None] * IN_FEATURES + column[:, None, :]
+    weight = tl.load(weight_ptr + at, mask=is_row[None, :, None] & exists[:, None, :], other=0.0)
     bias = _bias(bias_ptr, first_row, out_features, SIDES, HAS_BIAS, ROWS, TILE_ROWS)
-    if NUM_STAGES == 1:
-        held = _whole_rows(weight_ptr, first_row, out_features, column, IN_FEATURES, SIDES, ROWS, TILE_ROWS)
     gain = column
     if HAS_NORM:
         gain = tl.load(gain_ptr + column, mask=exists, other=0.0)
-    _prefetch(weight_ptr, first_row, out_features, IN_FEATURES, SIDES, ROWS, PREFETCH_LEN, NUM_WARPS, USE_PDL)
     wait_for_previous(USE_PDL)
     let_next_begin(USE_PDL)
     token = tl.arange(0, TOKENS)
@@ -507,134 +422,8 @@ def _short_rows(
         inverse = tl.rsqrt(tl.sum(tl.sum(wide * wide, 2), 0) / IN_FEATURES + eps)
         x = _normalized(x, inverse[None, :, None], gain[:, None, :])
     x = tl.trans(x.to(DOT_DTYPE), (0, 2, 1))
-    nothing = tl.zeros([NUM_WARPS, TILE_ROWS, TOKENS], tl.float32)
-    if NUM_STAGES == 1:
-        products = tl.dot(held.to(DOT_DTYPE), x, nothing, input_precision="ieee")
-        _finish(
-            tl.sum(products, 0),
-            bias,
-            residual,
-            out_ptr,
-            out_stride,
-            first_row,
-            num_tokens,
-            out_features,
-            SIDES,
-            HAS_BIAS,
-            HAS_RESIDUAL,
-            ROWS,
-            TILE_ROWS,
-            TOKENS,
-        )
-    else:
-        end = tl.cdiv(out_features, ROWS) * ROWS
-        step = tl.num_programs(0) * ROWS
-        for first in tl.range(first_row, end, step, num_stages=NUM_STAGES):
-            weight = _whole_rows(weight_ptr, first, out_features, column, IN_FEATURES, SIDES, ROWS, TILE_ROWS)
-            tile_bias = _bias(bias_ptr, first, out_features, SIDES, HAS_BIAS, ROWS, TILE_ROWS)
-            tile_residual = _residual(
-                out_ptr,
-                out_stride,
-                first,
-                num_tokens,
-                out_features,
-                HAS_RESIDUAL,
-                ROWS,
-                TILE_ROWS // SIDES,
-                TOKENS,
-            )
-            products = tl.dot(weight.to(DOT_DTYPE), x, nothing, input_precision="ieee")
-            _finish(
-                tl.sum(products, 0),
-                tile_bias,
-                tile_residual,
-                out_ptr,
-                out_stride,
-                first,
-                num_tokens,
-                out_features,
-                SIDES,
-                HAS_BIAS,
-                HAS_RESIDUAL,
-                ROWS,
-                TILE_ROWS,
-                TOKENS,
-            )
-
-
-@triton.jit(do_not_specialize=["num_tokens", "out_features"])
-def _long_rows(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    gain_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    x_stride: tl.tensor,
-    out_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    out_features: tl.tensor,
-    eps: tl.tensor,
-    IN_FEATURES: tl.constexpr,
-    SIDES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    PREFETCH_LEN: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
-    USE_PDL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    PART_LEN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-) -> None:
-    """A program makes ROWS features for all tokens, a tile of columns at a time."""
-    TILE_LEN: tl.constexpr = NUM_WARPS * PART_LEN
-    first_row = tl.program_id(0) * ROWS
-    bias = _bias(bias_ptr, first_row, out_features, SIDES, HAS_BIAS, ROWS, TILE_ROWS)
-    _prefetch(weight_ptr, first_row, out_features, IN_FEATURES, SIDES, ROWS, PREFETCH_LEN, NUM_WARPS, USE_PDL)
-    wait_for_previous(USE_PDL)
-    let_next_begin(USE_PDL)
-    # `[parts, columns of a part]`
-    column = tl.arange(0, NUM_WARPS)[:, None] * PART_LEN + tl.arange(0, PART_LEN)[None, :]
-    token = tl.arange(0, TOKENS)
-    is_token = (token < num_tokens)[None, :, None]
-    x_at = x_ptr + token[None, :, None] * x_stride + column[:, None, :]
-    residual = _residual(
-        out_ptr,
-        out_stride,
-        first_row,
-        num_tokens,
-        out_features,
-        HAS_RESIDUAL,
-        ROWS,
-        TILE_ROWS // SIDES,
-        TOKENS,
-    )
-    inverse = tl.zeros([TOKENS], tl.float32)
-    if HAS_NORM:
-        for start in range(0, IN_FEATURES, TILE_LEN):
-            exists = start + column < IN_FEATURES
-            wide = tl.load(x_at + start, mask=is_token & exists[:, None, :], other=0.0).to(tl.float32)
-            inverse += tl.sum(tl.sum(wide * wide, 2), 0)
-        inverse = tl.rsqrt(inverse / IN_FEATURES + eps)
-
-    in_tile = tl.arange(0, TILE_ROWS)
-    feature = first_row + in_tile // SIDES
-    is_row = (in_tile < SIDES * ROWS) & (feature < out_features)
-    row = feature + in_tile % SIDES * out_features
-    weight_at = weight_ptr + row.to(tl.int64)[None, :, None] * IN_FEATURES + column[:, None, :]
-    products = tl.zeros([NUM_WARPS, TILE_ROWS, TOKENS], tl.float32)
-    for start in tl.range(0, IN_FEATURES, TILE_LEN, num_stages=NUM_STAGES):
-        exists = start + column < IN_FEATURES
-        weight = tl.load(weight_at + start, mask=is_row[None, :, None] & exists[:, None, :], other=0.0)
-        x = tl.load(x_at + start, mask=is_token & exists[:, None, :], other=0.0)
-        if HAS_NORM:
-            gain = tl.load(gain_ptr + start + column, mask=exists, other=0.0)
-            x = _normalized(x, inverse[None, :, None], gain[:, None, :])
-        x = tl.trans(x.to(DOT_DTYPE), (0, 2, 1))
-        products = tl.dot(weight.to(DOT_DTYPE), x, products, input_precision="ieee")
+    nothing = tl.zeros([NUM_PARTS, TILE_ROWS, TOKENS], tl.float32)
+    products = tl.dot(weight.to(DOT_DTYPE), x, nothing, input_precision="ieee")
     _finish(
         tl.sum(products, 0),
         bias,

@@ -2,9 +2,10 @@
 
 A `Linear` holds one matrix, or several of the checkpoint's stacked into one so that one product serves them
 all. The norm of its input and the residual it is added to belong to the call, because on a GPU they are part
-of a product of few tokens (`gpu/kernels/small_linear.py`). On a CPU oneDNN keeps a weight in blocks of its
-own and multiplies about twice as fast (bf16, one row) to four times as fast (fp32) as the plain product does;
-the packed copy replaces the parameter. Knows nothing of tensor parallelism or quantization.
+of a product of few tokens (`gpu/kernels/small_linear.py`, `gpu/kernels/tiled_linear.py`). On a CPU oneDNN
+keeps a weight in blocks of its own and multiplies about twice as fast (bf16, one row) to four times as fast
+(fp32) as the plain product does; the packed copy replaces the parameter. Knows nothing of tensor
+parallelism or quantization.
 """
 
 import functools
@@ -106,7 +107,7 @@ class Linear(nn.Module):
 
 
 class SmallProduct:
-    """The kernel for a few tokens, with a weight. Made only where Triton may be imported.
+    """The kernels for few tokens, with a weight. Made only where Triton may be imported.
 
     Args:
         weight: `[out_features, in_features]`, contiguous.
@@ -114,17 +115,24 @@ class SmallProduct:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        from asyncserve.gpu.kernels import small_linear as kernels
+        from asyncserve.gpu.kernels import small_linear, tiled_linear
 
-        self._takes, self._takes_norm = kernels.takes, kernels.takes_norm
-        self._multiply: Callable[..., torch.Tensor] = functools.partial(
-            kernels.small_linear, weight=weight, bias=bias
+        self._weight = weight
+        self._small, self._tiled = small_linear, tiled_linear
+        self._multiply_small: Callable[..., torch.Tensor] = functools.partial(
+            small_linear.small_linear, weight=weight, bias=bias
+        )
+        arrived = torch.zeros(tiled_linear.MOST_SHARED, dtype=torch.int32, device=weight.device)
+        self._multiply_tiled: Callable[..., torch.Tensor] = functools.partial(
+            tiled_linear.tiled_linear, weight=weight, bias=bias, arrived=arrived
         )
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether it serves these rows."""
-        num_tokens, in_features = x.shape
-        return self._takes(num_tokens, in_features, x.dtype)
+        """Whether one of them serves these rows."""
+        return self._is_small(x) or self._tiled.takes(x, self._weight)
+
+    def _is_small(self, x: torch.Tensor) -> bool:
+        return self._small.takes(x.shape[0], x.shape[1], self._weight.shape[0], x.dtype)
 
     def run(
         self,
@@ -135,14 +143,16 @@ class SmallProduct:
         is_gated: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply; see `small_linear`."""
-        if norm is None:
-            return self._multiply(x, residual=residual, is_gated=is_gated, out=out)
-        if not self._takes_norm(*x.shape):
-            return self._multiply(norm.forward(x), residual=residual, is_gated=is_gated, out=out)
-        return self._multiply(
-            x, norm_weight=norm.weight.data, eps=norm.eps, residual=residual, is_gated=is_gated, out=out
-        )
+        """Multiply; see `tiled_linear`."""
+        is_small = self._is_small(x)
+        if norm is not None and is_small and self._small.takes_norm(*x.shape):
+            return self._multiply_small(
+                x, norm_weight=norm.weight.data, eps=norm.eps, residual=residual, is_gated=is_gated, out=out
+            )
+        if norm is not None:
+            x = norm.forward(x)
+        multiply = self._multiply_small if is_small else self._multiply_tiled
+        return multiply(x, residual=residual, is_gated=is_gated, out=out)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:

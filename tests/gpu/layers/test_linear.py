@@ -94,7 +94,7 @@ def test_packing_leaves_the_given_weight_alone() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 5, 16, 17])
+@pytest.mark.parametrize("num_tokens", [1, 5, 17, 64, 65])
 def test_with_the_kernel_a_layer_gives_what_it_gives_without(num_tokens: int, bias: bool) -> None:
     pytest.importorskip("triton")
     plain, fused = (filled(48, 40, bias=bias, dtype=torch.float16, device=DEVICE, seed=1) for _ in range(2))
@@ -121,12 +121,11 @@ def test_with_the_kernel_a_layer_gives_what_it_gives_without(num_tokens: int, bi
         torch.testing.assert_close(result, wanted, atol=2e-2, rtol=4e-3)
 
 
-def test_the_kernel_takes_a_few_tokens_and_leaves_the_norm_of_large_ones_to_its_own() -> None:
+def test_kernels_take_few_tokens_and_leave_the_norm_of_large_ones_to_its_own() -> None:
     pytest.importorskip("triton")
-    weight = torch.zeros(8, 4096, dtype=torch.float16, device=DEVICE)
-    product = SmallProduct(weight, None)
-    assert product.takes(torch.empty(8, 4096, dtype=torch.float16, device=DEVICE))
-    assert not product.takes(torch.empty(9, 4096, dtype=torch.float16, device=DEVICE))
+    product = SmallProduct(torch.zeros(8, 4096, dtype=torch.float16, device=DEVICE), None)
+    assert product.takes(torch.empty(64, 4096, dtype=torch.float16, device=DEVICE))
+    assert not product.takes(torch.empty(65, 4096, dtype=torch.float16, device=DEVICE))
     norm, seen = RMSNorm(4096, eps=1e-5, dtype=torch.float16).to(DEVICE), []
     norm.weight.data.fill_(1.0)
 
