@@ -111,7 +111,8 @@ class ServerConfig:
     not count any more. The default leaves one for chance while a request is tried.
     Three times as many, one after the other with no token between them, end the process whoever is blamed."""
     attention_backend: str = "auto"
-    """Attention implementation; auto chooses by device."""
+    """Attention implementation: auto (by device), or cpu, reference, triton, flash_attn, flashinfer. The last
+    two leave prefill on a Hopper GPU to a library that has to be installed; auto takes neither."""
     enforce_eager: bool = False
     """Launch every step anew instead of replaying CUDA graphs: slower, less memory. A CPU has none anyway."""
     cudagraph_capture_sizes: tuple[int, ...] = ()

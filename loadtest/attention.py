@@ -4,22 +4,28 @@ In bfloat16, for the heads of two models. Decode: µs of one layer's call, GB/s 
 and their share of a copy measured in the same run; rows of equal length, and a mix. Then all that a layer
 does between its projections (norms of the heads, rotation, the write of K and V, attention), in two launches
 and in the one that decode steps take. Prefill: TFLOP/s of the scores and values that causality leaves, beside
-torch's scaled_dot_product_attention (cuDNN's and flash) on the same K and V, contiguous. Times are of calls
-inside a CUDA graph of many, which take their blocks in turn from a pool that exceeds the L2 cache; blocks are
-shuffled. Results of both are compared, too. Decode is measured over a cache of 8 bits as well.
-`--tune` times other ways to cut the work than those chosen, and prints the best first, those chosen marked.
+torch's scaled_dot_product_attention (cuDNN's and flash) on the same K and V, contiguous, and the backends of
+libraries that are installed, on the same blocks. Times are of calls inside a CUDA graph of many, which take
+their blocks in turn from a pool that exceeds the L2 cache; blocks are shuffled. Results of both are compared,
+too. Decode is measured over a cache of 8 bits as well.
+`--prefill` measures prefill alone. `--tune` times other ways to cut the work than those chosen, and prints
+the best first, those chosen marked.
 """
 
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from asyncserve.errors import ConfigError
+from asyncserve.gpu.attention.interface import AttentionBackend, AttentionLayer
+from asyncserve.gpu.attention.registry import load_attention
+from asyncserve.gpu.batch import Batch, SampleRows
 from asyncserve.gpu.kernels.paged_decode import (
     DecodeConfig,
     HeadRotation,
@@ -36,6 +42,8 @@ from asyncserve.gpu.kernels.paged_prefill import (
 )
 from asyncserve.gpu.kernels.paging import shared_bytes
 from asyncserve.gpu.kernels.rotary import QKNorm, make_rotation, rotate_and_write
+from asyncserve.gpu.kv_cache import KVCache
+from asyncserve.kv_spec import FullAttention, KVGroup
 from loadtest.figures import Row, Rows
 from loadtest.kernel_benchmark import DTYPE, EPS, Call, compile_ahead, device_us, kernel_shapes, run_benchmark
 from loadtest.kernel_benchmark import num_inputs as inputs_beyond_cache
@@ -47,6 +55,10 @@ HEAD_DIM = 128
 """As in every shape: one pool of K and V serves them all."""
 SCALE = HEAD_DIM**-0.5
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+LIBRARIES = ("flash_attn", "flashinfer")
+"""Backends that leave prefill to a library."""
+MOST_DIFFERENCE = 0.03
+"""Between what two of them give in bfloat16."""
 
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (1024, 8192)
@@ -82,8 +94,17 @@ class Pool:
         self.device = device
         self.token_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * dtype.itemsize
         self.num_blocks = num_tokens // BLOCK_LEN
-        shape = (self.num_blocks, NUM_KV_HEADS, BLOCK_LEN, HEAD_DIM)
-        self.keys, self.values = (torch.randn(shape, dtype=DTYPE, device=device).to(dtype) for _ in range(2))
+        spec = FullAttention(
+            block_len=BLOCK_LEN,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        group = KVGroup(group_id=0, spec=spec, layer_ids=(0,), num_blocks=self.num_blocks)
+        self.kv_cache = KVCache((group,), device=device)
+        self.keys, self.values = self.kv_cache.keys[0], self.kv_cache.values[0]
+        for cache in (self.keys, self.values):
+            cache.copy_(torch.randn(cache.shape, dtype=DTYPE, device=device))
         self._order = torch.randperm(self.num_blocks, device=device, dtype=torch.int32)
 
     def tables(self, seq_lens: Sequence[int], num_tables: int) -> list[torch.Tensor]:
@@ -246,6 +267,35 @@ class Prefill:
             config=config,
         )
 
+    def backend_call(self, backend: AttentionBackend) -> Call:
+        """Return what runs it by a backend, the step's plan aside; what that gives is in `out`."""
+        num_tokens, num_heads, _ = self._q.shape
+        num_queries = num_tokens // self._num_rows
+        rows = torch.arange(self._num_rows, device=self._pool.device)
+        batch = Batch(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int32, device=self._pool.device),
+            positions=torch.arange(num_tokens, device=self._pool.device),
+            query_start=self._starts,
+            seq_lens=self._lens,
+            slot_mapping=(torch.zeros(num_tokens, dtype=torch.int64, device=self._pool.device),),
+            block_tables=(self._table,),
+            sample_tokens=self._starts[1:].long() - 1,
+            sample_rows=SampleRows(slots=rows.int(), positions=rows, write_back=rows, result_row=None),
+            query_lens_host=(num_queries,) * self._num_rows,
+            seq_lens_host=(self._seq_len,) * self._num_rows,
+            num_decode_rows=0,
+        )
+        layer = AttentionLayer(
+            layer_id=0, num_heads=num_heads, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, scale=SCALE
+        )
+        kv_cache, q = self._pool.kv_cache, self._q
+        planned = backend.plan(batch, kv_cache)
+
+        def run(_: int) -> None:
+            self.out = backend.run(layer, q, q, q, batch, kv_cache, planned).view(q.shape)
+
+        return run
+
     def torch_call(self) -> Call:
         """Return what runs torch's own on contiguous K and V; only without cached tokens."""
         k, v = self._pool.tokens(self._table, self._seq_len)
@@ -321,36 +371,67 @@ def measure(copy: float) -> Rows:
         name = f"{batch} x {CONTEXTS[0]}"
         print(f"{shape.name:16}{name:>14}{two:17.2f}{one:9.2f}", flush=True)
         rows.append({"between": name, "shape": shape.name, "two_launches_us": two, "one_launch_us": one})
-    config = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
-    print(f"{config}\n{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'cuDNN':>8}{'flash':>8}{'error':>9}")
-    for shape, (num_rows, num_queries, num_cached) in itertools.product(shapes, PROMPTS):
-        prompt = Prefill(pool, shape.num_heads, num_rows, num_queries, num_cached)
-        us = device_us(prompt.call(config), 1)
-        rates = {"paged": prompt.num_operations / us / 1e6}
-        error = math.nan
-        if not num_cached:
-            plain = prompt.torch_call()
-            for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-                try:
-                    with sdpa_kernel(backend):
-                        rates[backend.name] = prompt.num_operations / device_us(plain, 1) / 1e6
-                except RuntimeError:
-                    rates[backend.name] = math.nan
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                expected = plain(0)
-            assert isinstance(expected, torch.Tensor)
-            error = float((prompt.out - expected.transpose(1, 2).reshape(prompt.out.shape)).abs().max())
-        name = f"{num_rows} x {num_queries}" + (f" + {num_cached}" if num_cached else "")
-        paged, cudnn, flash = itertools.islice(itertools.chain(rates.values(), (math.nan,) * 2), 3)
-        print(
-            f"{shape.name:16}{name:>14}{us:9.1f}{paged:9.0f}{cudnn:8.0f}{flash:8.0f}{error:9.4f}", flush=True
-        )
-        rows.append({"prefill": name, "shape": shape.name, "us": us, "tflops": rates})
+    rows += measure_prefill(pool)
     for dtype in FP8_DTYPES:
         pool, _ = new_pool(dtype)
         decode = decode_config(head_dim=HEAD_DIM, dtype=DTYPE, cached=dtype, num_sms=num_sms)
         rows += measure_decode(pool, decode, shapes, copy)
     return rows
+
+
+def libraries(pool: Pool) -> dict[str, AttentionBackend]:
+    """Return the backends of `LIBRARIES` that serve here; say why the others do not."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = load_attention(name, pool.kv_cache.groups, pool.device)
+        except ConfigError as error:
+            print(error)
+    return found
+
+
+def measure_prefill(pool: Pool) -> Iterator[Row]:
+    """Measure prefill, print and yield a row for each case: TFLOP/s, ours, torch's and the libraries'."""
+    config = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.device))
+    backends = libraries(pool)
+    names = "".join(f"{name:>12}" for name in ("cuDNN", "flash", *backends))
+    print(f"{config}\n{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'error':>9}{names}")
+    for shape, (num_rows, num_queries, num_cached) in itertools.product(kernel_shapes(), PROMPTS):
+        prompt = Prefill(pool, shape.num_heads, num_rows, num_queries, num_cached)
+        us = device_us(prompt.call(config), 1)
+        ours = prompt.out
+        rates = {"paged": prompt.num_operations / us / 1e6}
+        error = math.nan
+        if not num_cached:
+            torch_rates, expected = measure_torch(prompt)
+            rates |= torch_rates
+            error = float((ours - expected).abs().max())
+        for name, backend in backends.items():
+            rates[name] = prompt.num_operations / device_us(prompt.backend_call(backend), 1) / 1e6
+            difference = float((prompt.out - ours).abs().max())
+            if not difference < MOST_DIFFERENCE:
+                print(f"{name} differs by {difference:.4f}")
+        name = f"{num_rows} x {num_queries}" + (f" + {num_cached}" if num_cached else "")
+        others = ("CUDNN_ATTENTION", "FLASH_ATTENTION", *backends)
+        columns = "".join(f"{rates.get(other, math.nan):12.0f}" for other in others)
+        print(f"{shape.name:16}{name:>14}{us:9.1f}{rates['paged']:9.0f}{error:9.4f}{columns}", flush=True)
+        yield {"prefill": name, "shape": shape.name, "us": us, "tflops": rates}
+
+
+def measure_torch(prompt: Prefill) -> tuple[Mapping[str, float], torch.Tensor]:
+    """Return TFLOP/s of torch's own kernels, by name, and what they give, laid out as ours."""
+    plain = prompt.torch_call()
+    rates = {}
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        try:
+            with sdpa_kernel(backend):
+                rates[backend.name] = prompt.num_operations / device_us(plain, 1) / 1e6
+        except RuntimeError:
+            rates[backend.name] = math.nan
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected = plain(0)
+    assert isinstance(expected, torch.Tensor)
+    return rates, expected.transpose(1, 2).reshape(prompt.out.shape)
 
 
 def tuned_config(tile: Sequence[int], batch: int, num_splits: int) -> DecodeConfig:
@@ -473,6 +554,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         search_help="time other ways to cut the work",
         measure=measure,
         search=tune,
+        part_option="--prefill",
+        part_help="measure prefill alone",
+        part=lambda: list(measure_prefill(new_pool()[0])),
     )
 
 

@@ -89,6 +89,9 @@ def run_benchmark(
     search_help: str,
     measure: Callable[[float], Rows],
     search: Callable[[], Rows],
+    part_option: str | None = None,
+    part_help: str = "",
+    part: Callable[[], Rows] | None = None,
 ) -> None:
     """Measure, print, and write the figures if a file is named.
 
@@ -99,9 +102,14 @@ def run_benchmark(
         search_help: What that does.
         measure: Takes the bandwidth of a copy, prints and returns the figures.
         search: Times other ways than the ones chosen, prints and returns the figures.
+        part_option: Asks for `part` instead of `measure`; None if there is none.
+        part_help: What that does.
+        part: Measures a part of it, prints and returns the figures.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(search_option, dest="searches", action="store_true", help=search_help)
+    if part_option is not None:
+        parser.add_argument(part_option, dest="is_part", action="store_true", help=part_help)
     parser.add_argument("--json", type=Path, help="file that gets the figures")
     parser.add_argument("--label", default="", help="said in the file: commit, machine")
     options = parser.parse_args(arguments)
@@ -111,7 +119,12 @@ def run_benchmark(
     copy = copy_gbps()
     machine = figures.machine()
     print(f"{machine['gpu']}, torch {machine['torch']}, triton {machine['triton']}, copy {copy:.0f} GB/s")
-    rows = search() if options.searches else measure(copy)
+    if options.searches:
+        rows = search()
+    elif part is not None and options.is_part:
+        rows = part()
+    else:
+        rows = measure(copy)
     print(f"{time.perf_counter() - began_s:.0f} s")
     if options.json is not None:
         figures.write(options.json, label=options.label, copy_gbps=round(copy, 1), rows=rows)

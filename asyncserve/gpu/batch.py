@@ -74,7 +74,7 @@ class Batch:
         sample_tokens: `[num_samples] int64`, index into `num_tokens` of each sampling row's last token.
         sample_rows: Where these rows' tokens come to stand.
         query_lens_host: per row, tokens computed this step (as `query_start`, on the host); empty
-            if the inputs are made on the device.
+            if the batch is padded.
         seq_lens_host: per row, as `seq_lens`, or empty.
         num_decode_rows: How many leading rows compute a single token; of a padded batch the host does not
             know, and it is all of them.

@@ -156,6 +156,7 @@ class DeviceInputs:
         )
         self._packed = self._persistent
         self._row_slots: Int64Array = np.empty(0, np.int64)
+        self._query_lens = self._seq_lens = self._row_slots
         self._num_tokens = self._num_samples = self._num_decode_rows = 0
         self._is_decode = False
 
@@ -169,6 +170,7 @@ class DeviceInputs:
         )
         self._num_decode_rows, self._is_decode = rows.num_decode_rows, rows.is_decode
         self._row_slots, self._num_samples = row_slots, len(sample_rows)
+        self._query_lens, self._seq_lens = query_lens, seq_lens
         num_rows = len(row_slots)
         room = size.num_rows if size is not None else num_rows
         unsent = [table.unsent(row_slots, seq_lens) for table in self._block_tables]
@@ -232,8 +234,8 @@ class DeviceInputs:
             slot_mapping=made.slot_mapping,
             block_tables=made.block_tables,
             sample_tokens=made.sample_tokens[:num_samples],
-            query_lens_host=(),
-            seq_lens_host=(),
+            query_lens_host=tuple(self._query_lens.tolist()) if size is None else (),
+            seq_lens_host=tuple(self._seq_lens.tolist()) if size is None else (),
             num_decode_rows=self._num_decode_rows if size is None else num_rows,
             is_decode=self._is_decode if size is None else not size.num_long_rows,
             padded=None

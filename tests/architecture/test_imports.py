@@ -66,6 +66,8 @@ LAYERS: dict[str, list[list[str]]] = {"": TOP, "loop": LOOP, "gpu": GPU}
 THIRD_PARTIES: dict[str, set[str]] = {
     "torch": {"gpu"},
     "triton": {"gpu.kernels"},
+    "flash_attn": {"gpu.attention.flash_attn"},
+    "flashinfer": {"gpu.attention.flashinfer"},
     "safetensors": {"gpu"},
     "numpy": {"gpu", "loop.grammar", "loop.grammar_worker"},
     "xgrammar": {"loop.grammar", "loop.grammar_worker"},
@@ -106,8 +108,11 @@ THIRD_PARTIES: dict[str, set[str]] = {
 }
 """Third parties (and asyncio) → the modules and packages that may import them."""
 
-ONLY_INSIDE_FUNCTIONS = {"transformers", "huggingface_hub", "uvloop", "xgrammar", "opentelemetry", "zmq"}
-"""Importing these costs seconds or brings torch; opentelemetry and zmq need not be there."""
+ONLY_INSIDE_FUNCTIONS = {
+    *("transformers", "huggingface_hub", "uvloop", "xgrammar"),
+    *("opentelemetry", "zmq", "flash_attn", "flashinfer"),
+}
+"""Importing these costs seconds or brings torch; those of the second line need not be there."""
 
 EXEMPT = {("", "offline")}
 """The package's `__getattr__` finds `LLM` when it is first asked for."""

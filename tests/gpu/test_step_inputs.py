@@ -88,7 +88,10 @@ def assert_same(made: Batch, expected: Batch, *, room: StepSize | None = None) -
     if room is None:
         assert made.num_decode_rows == expected.num_decode_rows
         assert made.num_tokens == num_tokens
+        assert made.query_lens_host == expected.query_lens_host
+        assert made.seq_lens_host == expected.seq_lens_host
         return
+    assert made.query_lens_host == made.seq_lens_host == ()
     assert made.padded is not None
     assert made.padded.num_long_rows == room.num_long_rows
     assert made.padded.first_long_row.tolist() == [expected.num_decode_rows]

@@ -1,8 +1,8 @@
 """Attention backends by name, and the choice of one for a cache and a device.
 
-To add a backend: a file beside this one, a line in `BACKENDS`, and its place in `_PREFERENCE`; then run
-`tests/contracts/attention_contract.py` on it. Imported only when considered, so that what it needs may be
-missing.
+To add a backend: a file beside this one, a line in `BACKENDS`, and its place in `_PREFERENCE` unless it is
+only taken when asked for; then run `tests/contracts/attention_contract.py` on it. Imported only when
+considered, so that what it needs may be missing.
 """
 
 import importlib
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = {
     "cpu": "asyncserve.gpu.attention.cpu:CPUAttention",
+    "flash_attn": "asyncserve.gpu.attention.flash_attn:FlashAttention",
+    "flashinfer": "asyncserve.gpu.attention.flashinfer:FlashInfer",
     "reference": "asyncserve.gpu.attention.reference:ReferenceAttention",
     "triton": "asyncserve.gpu.attention.triton:TritonAttention",
 }
@@ -55,11 +57,14 @@ def _load(name: str, groups: Sequence[KVGroup], device: torch.device) -> Attenti
     """Return a backend, or why it cannot serve."""
     module_name, _, class_name = BACKENDS[name].partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+        backend: AttentionBackend = getattr(importlib.import_module(module_name), class_name)()
+    except ImportError as error:
         if error.name is None or error.name.partition(".")[0] == "asyncserve":
             raise
-        return f"it needs {error.name}, which is not installed"
-    backend: AttentionBackend = getattr(module, class_name)()
+        if isinstance(error, ModuleNotFoundError):
+            return f"it needs {error.name}, which is not installed"
+        return f"another version of {error.name} is needed: {error}"
+    except ConfigError as error:
+        return str(error)
     reason = next((why for group in groups if (why := backend.supports(group.spec, device))), None)
     return backend if reason is None else reason

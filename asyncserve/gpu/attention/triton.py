@@ -39,7 +39,7 @@ _INTERPRETED_SMS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class TritonStep:
     """What is launched in one step.
 
     Args:
@@ -119,11 +119,11 @@ class TritonAttention:
             return f"head_dim is {spec.head_dim}; it serves at most {_MOST_HEAD_DIM}"
         return None
 
-    def plan(self, batch: Batch, kv_cache: KVCache) -> _Step:
+    def plan(self, batch: Batch, kv_cache: KVCache) -> TritonStep:
         """Say which rows each kernel is launched for; nothing is launched."""
         if batch.padded is not None:
             num_long = batch.padded.num_long_rows
-            return _Step(
+            return TritonStep(
                 num_decode_rows=batch.num_rows,
                 num_prefill_rows=num_long,
                 first_prefill_row=batch.padded.first_long_row,
@@ -131,7 +131,7 @@ class TritonAttention:
                 is_mixed=num_long > 0,
             )
         num_decode = batch.num_decode_rows
-        return _Step(
+        return TritonStep(
             num_decode_rows=num_decode,
             num_prefill_rows=batch.num_rows - num_decode,
             first_prefill_row=num_decode,
@@ -150,20 +150,21 @@ class TritonAttention:
         planned: object,
     ) -> torch.Tensor:
         """Attend; shapes as in `AttentionBackend.run`. k and v are not read: they are in the cache."""
-        assert isinstance(planned, _Step)
-        group_id = kv_cache.group_of_layer[layer.layer_id]
-        keys, values = kv_cache.keys[layer.layer_id], kv_cache.values[layer.layer_id]
-        block_table = batch.block_tables[group_id]
+        assert isinstance(planned, TritonStep)
         if q.stride(2) != 1:
             q = q.contiguous()
-        kind = self._kind(layer, q, keys)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if planned.num_prefill_rows:
+            out = self.attend_long_rows(layer, q, batch, kv_cache, planned)
+        else:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if planned.num_decode_rows:
+            keys, values = kv_cache.keys[layer.layer_id], kv_cache.values[layer.layer_id]
+            kind = self._kind(layer, q, keys)
             paged_decode(
                 q,
                 keys,
                 values,
-                block_table,
+                batch.block_tables[kv_cache.group_of_layer[layer.layer_id]],
                 batch.seq_lens,
                 out,
                 scale=layer.scale,
@@ -176,27 +177,45 @@ class TritonAttention:
                 sinks=layer.sinks,
                 scales=kv_cache.scales[layer.layer_id],
             )
-        if planned.num_prefill_rows:
-            paged_prefill(
-                q,
-                keys,
-                values,
-                block_table,
-                batch.seq_lens,
-                batch.query_start,
-                out,
-                scale=layer.scale,
-                first_row=planned.first_prefill_row,
-                num_rows=planned.num_prefill_rows,
-                first_token=planned.first_prefill_token,
-                config=kind.prefill,
-                skips_single=planned.is_mixed,
-                window_len=layer.window_len,
-                softcap=layer.softcap,
-                sinks=layer.sinks,
-                scales=kv_cache.scales[layer.layer_id],
-            )
         return out.view(q.shape[0], -1)
+
+    def attend_long_rows(
+        self, layer: AttentionLayer, q: torch.Tensor, batch: Batch, kv_cache: KVCache, step: TritonStep
+    ) -> torch.Tensor:
+        """Attend for the rows that the prefill kernel is launched for.
+
+        Args:
+            layer: The layer that asks.
+            q: `[num_tokens, num_heads, head_dim]`, the elements of a head side by side.
+            batch: The step.
+            kv_cache: The paged cache of all layers.
+            step: What is launched, some prefill rows among it.
+
+        Returns:
+            As `q`, contiguous. Of rows of one token, anything: they are attended and written after this.
+        """
+        keys, values = kv_cache.keys[layer.layer_id], kv_cache.values[layer.layer_id]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        paged_prefill(
+            q,
+            keys,
+            values,
+            batch.block_tables[kv_cache.group_of_layer[layer.layer_id]],
+            batch.seq_lens,
+            batch.query_start,
+            out,
+            scale=layer.scale,
+            first_row=step.first_prefill_row,
+            num_rows=step.num_prefill_rows,
+            first_token=step.first_prefill_token,
+            config=self._kind(layer, q, keys).prefill,
+            skips_single=step.is_mixed,
+            window_len=layer.window_len,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            scales=kv_cache.scales[layer.layer_id],
+        )
+        return out
 
     def run_projected(
         self, layer: AttentionLayer, projected: Projected, batch: Batch, kv_cache: KVCache

@@ -1,5 +1,6 @@
 import logging
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_auto_on_a_cpu_is_the_backend_for_cpus() -> None:
 
 
 def test_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'flash'.*auto, cpu, reference, triton"):
+    with pytest.raises(ConfigError, match=r"'flash'.*auto, cpu, flash_attn, flashinfer, reference, triton"):
         load_attention("flash", [GROUP], CPU)
 
 
@@ -57,6 +58,51 @@ def test_a_backend_whose_library_is_missing_is_passed_over(
         "attention backend reference: the first that serves this model on cuda; "
         "triton: it needs triton, which is not installed"
     ]
+
+
+@pytest.mark.parametrize(("backend", "library"), [("flash_attn", "flash_attn"), ("flashinfer", "flashinfer")])
+def test_a_library_that_was_asked_for_and_is_missing_is_said(
+    backend: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=rf"{backend}: it needs {library}[.\w]*, which is not installed"):
+        load_attention(backend, [GROUP], CPU)
+
+
+@pytest.mark.parametrize(
+    ("backend", "library", "missing"),
+    [
+        ("flash_attn", "flash_attn.cute", "flash_attn_varlen_func"),
+        ("flashinfer", "flashinfer", "BatchPrefillWithPagedKVCacheWrapper"),
+    ],
+)
+def test_a_library_without_what_is_called_is_another_version(
+    backend: str, library: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    package = library.partition(".")[0]
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, library, ModuleType(library))
+    with pytest.raises(ConfigError, match=f"{backend}: another version of {library} is needed: .*{missing}"):
+        load_attention(backend, [GROUP], CPU)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [
+        ((9, 0), "bfloat16", None),
+        ((9, 0), "float16", None),
+        ((10, 0), "bfloat16", "it serves compute capability 9.0, the device has 10.0"),
+        ((9, 0), "float8_e4m3fn", "it serves a KV cache of bfloat16 or float16, not of float8_e4m3fn"),
+    ],
+)
+def test_what_no_library_serves_is_said(capability: tuple[int, int], dtype: str, reason: str | None) -> None:
+    pytest.importorskip("triton")
+    from asyncserve.gpu.attention.library_prefill import lacking
+
+    assert lacking(capability, dtype) == reason
 
 
 @pytest.mark.gpu

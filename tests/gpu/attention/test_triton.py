@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from asyncserve.gpu.attention.interface import AttentionLayer, StepAttention
-from asyncserve.gpu.batch import Batch, Padded
 from asyncserve.kv_spec import FullAttention
 from tests.contracts.attention_contract import AttentionContract, Shape, Simulation
+from tests.gpu.attention.padding import padded
 from tests.gpu.kernels.machine import DEVICE, MARKS, ON_GPU
 from tests.gpu.synchronization import waits_are_errors
 
@@ -75,28 +75,6 @@ def test_hundreds_of_positions_with_the_heads_of_a_real_model(window_len: int | 
     simulation.step([(first, 150), (second, 65)])
     simulation.step([(first, 1), (second, 90)])
     simulation.step([(first, 1), (second, 1)])
-
-
-def padded(batch: Batch, *, num_rows: int, num_tokens: int, num_long_rows: int, any_block: int) -> Batch:
-    """Return the batch as a captured graph sees it: with room for more, and no lengths on the host."""
-    more_rows, more_tokens = num_rows - batch.num_rows, num_tokens - batch.num_tokens
-    return dataclasses.replace(
-        batch,
-        input_ids=F.pad(batch.input_ids, (0, more_tokens)),
-        query_start=F.pad(batch.query_start, (0, more_rows), value=batch.num_tokens),
-        seq_lens=F.pad(batch.seq_lens, (0, more_rows)),
-        # Behind a row's own blocks a graph's table holds anything.
-        block_tables=tuple(
-            F.pad(table, (0, 3, 0, more_rows), value=any_block) for table in batch.block_tables
-        ),
-        query_lens_host=(),
-        seq_lens_host=(),
-        num_decode_rows=num_rows,
-        padded=Padded(
-            num_long_rows=num_long_rows,
-            first_long_row=torch.tensor([batch.num_decode_rows], dtype=torch.int32, device=DEVICE),
-        ),
-    )
 
 
 @pytest.mark.parametrize(
