@@ -202,8 +202,10 @@ def _sum(
     x = x.to(DOT_DTYPE)
     weight = weight.to(DOT_DTYPE)
     if TOKENS_FIRST:
-        return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
-    return tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    else:
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    return total
 
 
 @triton.jit
