@@ -392,7 +392,7 @@ def libraries(pool: Pool) -> dict[str, AttentionBackend]:
 
 def measure_prefill(pool: Pool) -> Iterator[Row]:
     """Measure prefill, print and yield a row for each case: TFLOP/s, ours, torch's and the libraries'."""
-    config = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.device))
+    config = prefill_config(head_dim=HEAD_DIM, dtype=DTYPE, shared_bytes=shared_bytes(pool.keys.device))
     backends = libraries(pool)
     names = "".join(f"{name:>12}" for name in ("cuDNN", "flash", *backends))
     print(f"{config}\n{'prefill':16}{'rows':>14}{'µs':>9}{'TFLOP/s':>9}{'error':>9}{names}")

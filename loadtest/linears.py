@@ -199,7 +199,7 @@ def tiled_configs(product: Product, num_tokens: int) -> list[TiledLinearConfig]:
     """Return those of tiles: of one program a multiprocessor, and of two."""
     sides = 2 if product.is_gated else 1
     tokens = max(16, triton.next_power_of_2(num_tokens))
-    found = []
+    found = {}
     for rows, tile_len, (warps, programs), splits in itertools.product(
         (16, 32, 64, 128, 256), (64, 128, 256), ((4, 1), (4, 2), (8, 1)), (1, 2, 4)
     ):
@@ -211,17 +211,16 @@ def tiled_configs(product: Product, num_tokens: int) -> list[TiledLinearConfig]:
         # An accumulator of 128 registers a thread at most.
         fits = num_stages >= 3 and sides * rows * tokens <= 128 * 32 * warps and sides * rows >= 4 * warps
         if fills and fits and product.in_features >= 2 * splits * tile_len:
-            found.append(
-                TiledLinearConfig(
-                    rows=rows,
-                    tile_len=tile_len,
-                    num_warps=warps,
-                    num_stages=num_stages,
-                    num_splits=splits,
-                    has_tokens_first=has_tokens_first,
-                )
+            config = TiledLinearConfig(
+                rows=rows,
+                tile_len=tile_len,
+                num_warps=warps,
+                num_stages=num_stages,
+                num_splits=splits,
+                has_tokens_first=has_tokens_first,
             )
-    return found
+            found[config] = None
+    return list(found)
 
 
 def named(config: Config) -> str:

@@ -21,6 +21,10 @@ from asyncserve.kv_spec import FullAttention, KVSpec
 
 _HEAD_DIMS = (64, 128, 256)
 
+_KERNELS = "fa3"
+"""Those for compute capability 9.0. Left to itself, the library takes others for some steps, and has nvcc
+compile them when the first such step comes."""
+
 _SPLIT_BYTES = 128 * 1024 * 1024
 """What the library recommends for partial results."""
 
@@ -70,7 +74,8 @@ class _Places:
             if self._split_memory is None:
                 self._split_memory = torch.empty(_SPLIT_BYTES, dtype=torch.uint8, device=device)
             sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            place = _Place(self._wrapper_class(self._split_memory, "HND"), sent)
+            wrapper = self._wrapper_class(self._split_memory, "HND", backend=_KERNELS)
+            place = _Place(wrapper, sent)
         else:
             place = self._free.pop(0)
             place.sent.synchronize()

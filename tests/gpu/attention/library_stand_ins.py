@@ -72,8 +72,9 @@ class Cut:
 class BatchPrefillWithPagedKVCacheWrapper:
     """FlashInfer's: pages are `[num_pages, num_kv_heads, page_len, head_dim]`."""
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str) -> None:
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str) -> None:
         assert kv_layout == "HND"
+        assert backend == "fa3"
         self.cut: Cut | None = None
 
     def plan(
