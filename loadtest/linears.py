@@ -199,7 +199,7 @@ def tiled_configs(product: Product, num_tokens: int) -> list[TiledLinearConfig]:
     """Return those of tiles: of one program a multiprocessor, and of two."""
     sides = 2 if product.is_gated else 1
     tokens = max(16, triton.next_power_of_2(num_tokens))
-    found = {}
+    found: dict[TiledLinearConfig, None] = {}
     for rows, tile_len, (warps, programs), splits in itertools.product(
         (16, 32, 64, 128, 256), (64, 128, 256), ((4, 1), (4, 2), (8, 1)), (1, 2, 4)
     ):
