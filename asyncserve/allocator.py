@@ -3,13 +3,14 @@
 The logits of 256 rows over 49,152 tokens are 50 MB. glibc asks the kernel for each block above 32 MB anew,
 and gives whole heaps back that no thread uses for a moment; the kernel then fills new pages with zeros, which
 can take as long as a small model's step. So what a step frees is kept. What lasts as long as the device, its
-weights above all, gets pages of its own: they go when it goes, and a device that is opened anew finds no
-holes of the old one that are too small for it. For servers that compute on a CPU. Without glibc nothing
-happens.
+weights above all, gets pages of its own, even where the heap has room: they go when it goes. In the heap they
+would part what steps use, and a device that is opened anew would find holes of the old one, a little too
+small for it between things that live on. For servers that compute on a CPU. Without glibc nothing happens.
 """
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 
 KEPT_BLOCK_BYTES = 1 << 30
 """Larger blocks do go back to the kernel when they are freed."""
@@ -21,17 +22,37 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 
+class _Usage(ctypes.Structure):
+    """`struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+    ] + [("free_bytes", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+
 def share_one_heap() -> None:
     """Let all threads allocate from the heap that never goes; to be called while there is one thread."""
     _set(_M_ARENA_MAX, 1)
 
 
-def map_large_blocks() -> None:
-    """Take large blocks from the kernel, zeroed, and give them back when they are freed.
+@contextlib.contextmanager
+def large_blocks_mapped() -> Iterator[None]:
+    """Take large blocks from the kernel, zeroed, for the duration of the block.
 
-    Holds until `keep_freed_memory`, and for blocks allocated meanwhile for good.
+    They go back to the kernel when they are freed, whenever that is. So does, before and afterwards, what is
+    free in the heap.
     """
+    give_back_memory()  # the end of the heap: small things go there, and not behind what is held
     _set(_M_MMAP_THRESHOLD, LASTING_BLOCK_BYTES)
+    held = _hold_large_holes()
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+        for address in held:
+            _libc().free(address)
+        give_back_memory()
 
 
 def keep_freed_memory() -> None:
@@ -44,6 +65,40 @@ def give_back_memory() -> None:
     """Give the kernel what is free now."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _hold_large_holes() -> list[int]:
+    """Take the heap's free blocks that are large, for glibc maps nothing while one of them would do.
+
+    Returns:
+        Their addresses; nothing is written to them, so they cost no memory.
+    """
+    held: list[int] = []
+    try:
+        libc = _libc()
+        left = int(libc.mallinfo2().free_bytes)
+        size = KEPT_BLOCK_BYTES
+        while size >= LASTING_BLOCK_BYTES:
+            address = libc.malloc(size) if size <= left else None
+            if address is not None and address < libc.sbrk(0):
+                held.append(address)
+                left -= size
+            else:
+                # No free block is as large: it was mapped.
+                libc.free(address)
+                size //= 2
+    except (AttributeError, OSError):  # another C library, or an old one
+        pass
+    return held
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
+    libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+    libc.mallinfo2.restype = _Usage
+    return libc
 
 
 def _set(option: int, value: int) -> None:

@@ -8,13 +8,13 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
-from asyncserve.allocator import give_back_memory, keep_freed_memory, map_large_blocks
+from asyncserve.allocator import give_back_memory, keep_freed_memory, large_blocks_mapped
 from asyncserve.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -176,15 +176,9 @@ class CpuDevice:
         torch.set_num_threads(self.num_threads)
         keep_freed_memory()
 
-    @contextlib.contextmanager
-    def lasting_memory(self) -> Iterator[None]:
-        """Give large blocks pages of their own; afterwards the kernel gets back what is free."""
-        map_large_blocks()
-        try:
-            yield
-        finally:
-            keep_freed_memory()
-            give_back_memory()
+    def lasting_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Give large blocks pages of their own; before and afterwards the kernel gets back what is free."""
+        return large_blocks_mapped()
 
     def memory(self) -> MemoryInfo:
         """Return what the machine, or the container's limit if lower, has left."""

@@ -68,7 +68,7 @@ def _tables(found: Mapping[str, Any]) -> list[str]:
                 ("left behind", ", ".join(f"{k}: {v}" for k, v in found["leaks"].items()) or "nothing"),
                 ("at rest", ", ".join(f"{k} {v:g}" for k, v in found["at_rest"].items())),
                 (
-                    "memory after warm-up, at the end, most",
+                    "most memory after warm-up, at the end, ever",
                     "{first_mib} MiB, {last_mib} MiB, {most_mib} MiB".format(**found["memory"]),
                 ),
                 ("growth of memory", f"{found['memory']['growth_percent']:.2f} %"),

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import psutil
 import pytest
 
 from asyncserve.config import ServerConfig
@@ -268,3 +269,18 @@ def test_more_of_anything_is_a_leak_but_the_last_work_of_each_coroutine() -> Non
         "Request": 1 + residue.MAX_LAST,
         "file descriptors": 1,
     }
+
+
+@pytest.mark.parametrize("num_lost_at_end", [0, 3, 6])
+def test_growth_is_told_apart_from_a_cache_that_is_not_resident_yet(num_lost_at_end: int) -> None:
+    """Where a soak ended in the minute after the device was opened anew, growth used to look like a loss."""
+
+    def growth(sizes_mib: list[float]) -> float:
+        memory = residue.Memory(psutil.Process())
+        memory.sizes_mib = [*sizes_mib[: 40 - num_lost_at_end], *num_lost_at_end * [900.0]]
+        memory.times_s = [float(at_s) for at_s in range(40)]
+        return float(memory.growth(warm_s=4.0)["growth_percent"])
+
+    opened_often = 8 * [900.0, 950.0, 999.0, 1000.0, 1000.0]
+    assert growth(opened_often) == 0.0
+    assert growth([size + idx for idx, size in enumerate(opened_often)]) > 2.0
