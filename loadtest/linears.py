@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -89,10 +90,23 @@ def products(shape: Shape) -> tuple[Product, ...]:
     )
 
 
+class Weight(NamedTuple):
+    """A weight, `[rows, in_features]`, and what a layer that has it multiplies by."""
+
+    tensor: torch.Tensor
+    product: SmallProduct
+
+
+def new_weight(product: Product) -> Weight:
+    """Return a random weight."""
+    tensor = random(product.num_rows, product.in_features) * 2**-6
+    return Weight(tensor, SmallProduct(tensor, None))
+
+
 def run_product(
     product: Product,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     norm_weight: torch.Tensor,
     residual: torch.Tensor,
     config: Config | None = None,
@@ -100,11 +114,10 @@ def run_product(
     """Multiply as a layer does on a GPU, few tokens; cut in the way given, or as suits it."""
     added_to = residual if product.is_added else None
     if isinstance(config, SmallLinearConfig):
-        norm = norm_weight if product.has_norm else None
         return small_linear.small_linear(
             x,
-            weight,
-            norm_weight=norm,
+            weight.tensor,
+            norm_weight=norm_weight if product.has_norm else None,
             eps=EPS,
             is_gated=product.is_gated,
             residual=added_to,
@@ -114,18 +127,16 @@ def run_product(
         if product.has_norm:
             x = rms_norm.rms_norm(x, norm_weight, eps=EPS)
         return tiled_linear.tiled_linear(
-            x, weight, arrived=counters(), is_gated=product.is_gated, residual=added_to, config=config
+            x, weight.tensor, arrived=counters(), is_gated=product.is_gated, residual=added_to, config=config
         )
-    layer = layer_product(weight)
-    return layer.run(
-        x, layer_norm(norm_weight) if product.has_norm else None, added_to, is_gated=product.is_gated
-    )
+    norm = layer_norm(norm_weight) if product.has_norm else None
+    return weight.product.run(x, norm, added_to, is_gated=product.is_gated)
 
 
 def compose_product(
     product: Product,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     norm_weight: torch.Tensor,
     residual: torch.Tensor,
 ) -> torch.Tensor:
@@ -133,8 +144,8 @@ def compose_product(
     if product.has_norm:
         x = rms_norm.rms_norm(x, norm_weight, eps=EPS)
     if product.is_added:
-        return residual.addmm_(x, weight.t())
-    result = F.linear(x, weight)
+        return residual.addmm_(x, weight.tensor.t())
+    result = F.linear(x, weight.tensor)
     return gated_mul.silu_mul(result) if product.is_gated else result
 
 
@@ -144,15 +155,9 @@ def counters() -> torch.Tensor:
     return torch.zeros(tiled_linear.MOST_SHARED, dtype=torch.int32, device="cuda")
 
 
-@functools.lru_cache(128)
-def layer_product(weight: torch.Tensor) -> SmallProduct:
-    """Return what a layer with that weight multiplies by; tensors are told apart by identity."""
-    return SmallProduct(weight, None)
-
-
-@functools.lru_cache(128)
+@functools.cache
 def layer_norm(weight: torch.Tensor) -> RMSNorm:
-    """Return a layer's norm with that weight."""
+    """Return a layer's norm with that weight; tensors are told apart by identity."""
     norm = RMSNorm(weight.shape[0], eps=EPS, dtype=weight.dtype)
     norm.weight.data = weight
     norm.finish_loading(fused=True)
@@ -265,7 +270,7 @@ def product_case(product: Product, shape: Shape, num_tokens: int) -> Case:
     inputs = num_inputs(num_bytes)
     x = random(num_tokens, product.in_features)
     norm_weight, residual = random(product.in_features), random(num_tokens, product.out_features)
-    weights = [random(product.num_rows, product.in_features) * 2**-6 for _ in range(inputs)]
+    weights = [new_weight(product) for _ in range(inputs)]
 
     def run(i: int, way: Config | None = None) -> torch.Tensor:
         return run_product(product, x, weights[i], norm_weight, residual, way)
@@ -288,9 +293,7 @@ def layer_case(shape: Shape, num_tokens: int) -> Case:
     num_bytes = sum(2 * product.num_rows * product.in_features for product in of_layer)
     inputs = num_inputs(num_bytes)
     hidden, norm_weight = random(num_tokens, shape.hidden_size), random(shape.hidden_size)
-    weights = [
-        [random(product.num_rows, product.in_features) * 2**-6 for product in of_layer] for _ in range(inputs)
-    ]
+    weights = [[new_weight(product) for product in of_layer] for _ in range(inputs)]
     qkv, o, gate_up, down = of_layer
 
     def layer(multiply: Callable[..., torch.Tensor], i: int) -> None:
@@ -383,11 +386,11 @@ def sweep() -> Rows:
 def run_once(job: tuple[Product, int, Config]) -> None:
     """Run a product in one way, for its binary in Triton's cache."""
     product, num_tokens, config = job
-    weight = torch.zeros(product.num_rows, product.in_features, dtype=DTYPE, device="cuda")
+    weight = new_weight(product)
     x = torch.zeros(num_tokens, product.in_features, dtype=DTYPE, device="cuda")
     residual = torch.zeros(num_tokens, product.out_features, dtype=DTYPE, device="cuda")
     try:
-        run_product(product, x, weight, weight[0], residual, config)
+        run_product(product, x, weight, weight.tensor[0], residual, config)
     except triton.TritonError as error:
         print(f"{product.name}, {num_tokens} tokens, {named(config)}: {error}")
     torch.cuda.synchronize()

@@ -94,7 +94,7 @@ def tiled_linear_config(
     if is_gated:
         rows, tile_len, num_warps, num_stages = (32, 128, 4, 6) if has_many else (64, 128, 8, 4)
     elif not has_many:
-        rows, tile_len, num_warps, num_stages = 64, 128, 4, 5
+        rows, tile_len, num_warps, num_stages = 64, 128, 4, 6
     elif out_features <= 16 * 1024:
         rows, tile_len, num_warps, num_stages = 32, 256, 4, 4
     else:
@@ -103,7 +103,8 @@ def tiled_linear_config(
     tile_bytes = 2 * tile_len * (rows * (2 if is_gated else 1) + _padded(num_tokens))
     room = shared_bytes
     if num_warps == 4 and num_tiles > 2 * _FEW_PROGRAMS:
-        # Two programs a multiprocessor, since there are so many.
+        # Two programs a multiprocessor, since there are so many. Fewer take it for themselves: programs that
+        # begin while the kernel before ends would else meet in twos where it left first, beside idle ones.
         room = min(room, 100 * 1024)
     return TiledLinearConfig(
         rows=rows,

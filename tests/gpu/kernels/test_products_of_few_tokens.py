@@ -66,7 +66,8 @@ FEW = [
 def multiplier(way: str) -> Callable[..., torch.Tensor]:
     if way in SMALL:
         return functools.partial(small_linear, config=SMALL[way])
-    arrived = torch.zeros(tiled.MOST_SHARED, dtype=torch.int32, device=DEVICE)
+    # More counters than the ways that are chosen need: there are ways of fewer rows here.
+    arrived = torch.zeros(4 * tiled.MOST_SHARED, dtype=torch.int32, device=DEVICE)
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, **options: object) -> torch.Tensor:
         result = tiled_linear(x, weight, arrived=arrived, config=WAYS[way], **options)
