@@ -71,32 +71,6 @@ class NoHeads(dict[int, bytes]):
         return b""
 
 
-class EventBegins(dict[int, bytes]):
-    """What stands before one event's text of so many bytes: the chunk's head and the frame's first part.
-
-    Args:
-        heads: Of the body's framing.
-        before: The frame's first part.
-        frame_len: Bytes of the whole frame.
-    """
-
-    MAX_REMEMBERED = 64
-    """Bytes of a text up to which it is remembered: nearly every token, and a few kilobytes a stream."""
-
-    def __init__(self, heads: dict[int, bytes], before: bytes, frame_len: int) -> None:
-        super().__init__()
-        self._heads = heads
-        self._before = before
-        self._frame_len = frame_len
-
-    def __missing__(self, size: int) -> bytes:
-        """Put it together."""
-        begin = self._heads[self._frame_len + size] + self._before
-        if size <= self.MAX_REMEMBERED:
-            self[size] = begin
-        return begin
-
-
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which no client takes for an event."""
 
@@ -175,11 +149,11 @@ class EventStream:
     __slots__ = (
         "_after",
         "_before",
-        "_begins",
         "_between",
         "_clock",
         "_end",
         "_event_end",
+        "_frame_len",
         "_heads",
         "_held",
         "_is_clocked",
@@ -235,7 +209,8 @@ class EventStream:
         self._pacer = pacer
         self._is_clocked = pacer.is_clocked
         self._before = self._between = self._event_end = self._after = b""
-        self._held: list[bytes] = []
+        # Empty nearly always, and then one object for all streams, which the processor's cache holds.
+        self._held: tuple[bytes, ...] = ()
         self._num_held = 0
         self._num_unsettled = 0
         self._loop = loop
@@ -248,7 +223,7 @@ class EventStream:
         # Sends on the socket itself; None while that is not to be: the transport has something unsent.
         self._send: Callable[[bytes], int] | None = None
         self._heads: dict[int, bytes] = NoHeads()
-        self._begins: dict[int, bytes] = {}
+        self._frame_len = 0
         self._tail = b""
         self._end: StreamEnd | None = None
         self._reader: SlowReader | None = None
@@ -327,7 +302,7 @@ class EventStream:
         self._between = after + before
         self._event_end = after
         self._after = after + self._tail
-        self._begins = EventBegins(self._heads, before, len(before) + len(after))
+        self._frame_len = len(before) + len(after)
 
     @property
     def has_one_choice(self) -> bool:
@@ -370,7 +345,7 @@ class EventStream:
             num_texts = 1
             body = text
         self._num_unsettled += num_texts
-        data = b"".join((self._begins[len(body)], body, self._after))
+        data = b"".join((self._heads[self._frame_len + len(body)], self._before, body, self._after))
         if self._send is not None:
             try:
                 num_sent = self._send(data)
@@ -407,7 +382,7 @@ class EventStream:
     def hold(self, events: Sequence[bytes], num_tokens: int) -> None:
         """Take events of so many tokens; they are written when it is time."""
         self._hold_texts()
-        self._held += events
+        self._held += tuple(events)
         self._num_held += num_tokens
         if self.is_resting:
             return
@@ -432,7 +407,7 @@ class EventStream:
         self._hold_texts()
         body = b"".join((*self._held, *events))
         num_tokens = max(self._num_held, len(events))
-        self._held.clear()
+        self._held = ()
         self._num_held = 0
         if not body:
             self.flush_len = NEVER if self.is_resting else self._pacer.flush_len
@@ -446,7 +421,7 @@ class EventStream:
         texts = self.texts
         if texts:
             body = (self._between if self.takes_writes else b"").join(texts)
-            self._held.append(self._before + body + self._event_end)
+            self._held += (self._before + body + self._event_end,)
             self._num_held += len(texts)
             self._num_unsettled += len(texts)
             texts.clear()
@@ -468,7 +443,7 @@ class EventStream:
         self.takes_writes = False
         self.flush_len = NEVER
         self.texts.clear()
-        self._held.clear()
+        self._held = ()
         self._end = self._end or StreamEnd.FAILED
         self._transport = self._socket = self._send = None
         if self._tick is not None:
