@@ -101,6 +101,12 @@ with large_blocks_mapped():
     block = libc.malloc({BLOCK_BYTES})
     print(not is_in_heap(block), resident() - before < {BLOCK_BYTES} / 4)
     libc.memset(block, 1, {BLOCK_BYTES})
+    small = [libc.malloc(1 << 16) for _ in range({BLOCK_BYTES} >> 16)]
+    for each in small:
+        libc.memset(each, 1, 1 << 16)
+    behind = libc.malloc(1 << 16)
+    for each in small:
+        libc.free(each)
 libc.free(block)
 print(resident() - before < {BLOCK_BYTES} / 4, libc.malloc({BLOCK_BYTES}) == hole)
 """

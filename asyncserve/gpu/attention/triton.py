@@ -192,7 +192,7 @@ class TritonAttention:
             step: What is launched, some prefill rows among it.
 
         Returns:
-            As `q`, contiguous. Of rows of one token, anything: they are attended and written after this.
+            As `q`, contiguous. Of rows that the decode kernel serves, anything: it writes them after this.
         """
         keys, values = kv_cache.keys[layer.layer_id], kv_cache.values[layer.layer_id]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -9,7 +9,8 @@ costs about a microsecond of an idle device each time; with it the start is hidd
 * `let_next_begin` comes after the wait, never before. So a kernel begins when all before the previous one are
   complete, and a chain of them keeps its order.
 * one exception follows from that: decode attention reads lengths, tables, slots and angles before its wait,
-  because the kernel launched just before it, a projection or `rotate_and_write`, never writes them.
+  because the kernel launched just before it, a projection, `rotate_and_write` or attention of the step's
+  other rows, never writes them.
 
 Hopper and later; elsewhere, and in Triton's interpreter, both do nothing.
 """

@@ -43,6 +43,7 @@ def flash_attn_varlen_func(
 ) -> tuple[torch.Tensor, None]:
     """FlashAttention's: pages are `[num_pages, page_len, num_kv_heads, head_dim]`."""
     assert causal
+    assert q.dtype == k.dtype == v.dtype
     assert page_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
     bounds = cu_seqlens_q.tolist()

@@ -18,6 +18,7 @@ from tests.gpu.synchronization import waits_are_errors
 
 pytest.importorskip("triton")
 from asyncserve.gpu.attention.flash_attn import FlashAttention, unserved_shape
+from asyncserve.gpu.attention.triton import TritonStep
 
 HAS_LIBRARY = ON_GPU and importlib.util.find_spec("flash_attn") is not None
 NEEDS_LIBRARY = [
@@ -62,11 +63,12 @@ def mixed_steps(simulation: Simulation) -> None:
     simulation.step([(third, 1), (first, 1)])
 
 
+# Not bfloat16, which the interpreter cuts off.
 SHAPES = [
-    Shape(num_layers=2, num_groups=2),
-    Shape(num_layers=1, softcap=0.5, has_sinks=True),
-    Shape(num_layers=1, window_len=5, frees_passed_blocks=True),
-    Shape(num_layers=1, dtype="float16", cache_dtype="float16"),
+    Shape(num_layers=2, num_groups=2, dtype="float16"),
+    Shape(num_layers=1, softcap=0.5, has_sinks=True, dtype="float16"),
+    Shape(num_layers=1, window_len=5, frees_passed_blocks=True, dtype="float16"),
+    Shape(num_layers=1, dtype="float32", cache_dtype="float16"),
 ]
 
 
@@ -76,8 +78,6 @@ SHAPES = [
 def test_rows_of_one_token_and_of_several_meet_in_one_step(
     shape: Shape, stand_in: type[FlashAttention]
 ) -> None:
-    # Not bfloat16, which the interpreter cuts off.
-    shape = dataclasses.replace(shape, dtype="float16")
     mixed_steps(Simulation(stand_in(), DEVICE, shape))
 
 
@@ -117,7 +117,8 @@ def check_padded(backend: FlashAttention, query_lens: list[int], num_long_rows: 
 
 
 PADDED = pytest.mark.parametrize(
-    ("query_lens", "num_long_rows"), [([1, 1, 1], 2), ([1, 6, 1, 20], 3), ([1, 1, 5], 4), ([3, 4], 2)]
+    ("query_lens", "num_long_rows"),
+    [([1, 1, 1], 2), ([1, 6, 1, 20], 3), ([1, 1, 5], 4), ([3, 4], 2), ([1, 1, 1, 1, 4, 3], 4)],
 )
 
 
@@ -128,6 +129,23 @@ def test_a_padded_step_gives_what_the_same_rows_alone_give(
     query_lens: list[int], num_long_rows: int, stand_in: type[FlashAttention]
 ) -> None:
     check_padded(stand_in(), query_lens, num_long_rows)
+
+
+def test_more_rows_than_its_kernels_are_compiled_for_are_not_served(stand_in: type[FlashAttention]) -> None:
+    layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
+
+    def is_served(num_rows: int) -> bool:
+        step = TritonStep(
+            num_decode_rows=0,
+            num_prefill_rows=num_rows,
+            first_prefill_row=0,
+            first_prefill_token=0,
+            is_mixed=False,
+        )
+        return stand_in().serves(layer, step)
+
+    assert is_served(256)
+    assert not is_served(257)
 
 
 class TestOnGPU:

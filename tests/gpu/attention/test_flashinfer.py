@@ -15,6 +15,7 @@ from tests.gpu.kernels.machine import DEVICE, ON_GPU
 from tests.gpu.synchronization import waits_are_errors
 
 pytest.importorskip("triton")
+from asyncserve.gpu.attention import flashinfer
 from asyncserve.gpu.attention.flashinfer import FlashInfer, page_numbers, unserved_heads
 
 HAS_LIBRARY = ON_GPU and importlib.util.find_spec("flashinfer") is not None
@@ -46,6 +47,25 @@ class Arrived:
     def query(self) -> bool:
         """It has happened."""
         return True
+
+
+class Underway:
+    """An event of what is done only once somebody has waited for it."""
+
+    def __init__(self) -> None:
+        self.is_over = True
+
+    def record(self) -> None:
+        """Begin."""
+        self.is_over = False
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        return self.is_over
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.is_over = True
 
 
 class TestFlashInfer(AttentionContract):
@@ -88,6 +108,32 @@ def test_layers_of_a_kind_are_cut_for_once_a_step_and_places_serve_again(stand_i
         simulation.step([(sequence, 2)])
     places = backend._places
     assert len(places._free) + len(places._taken) == 1
+
+
+@CPU_ONLY
+def test_a_cut_is_not_written_over_before_it_has_arrived(
+    stand_in: type[FlashInfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Underway)
+    monkeypatch.setattr(flashinfer, "_MOST_PLACES", 2)
+    backend = stand_in()
+    simulation = Simulation(backend, DEVICE, Shape(dtype="float16", num_layers=1))
+    sequence = simulation.add_sequence()
+    places = backend._places
+
+    def taken() -> flashinfer._Place:
+        simulation.step([(sequence, 2)])
+        [place] = places._taken
+        assert not place.sent.query()
+        return place
+
+    first, second = taken(), taken()
+    assert first is not second
+    second.sent.synchronize()
+    assert taken() is second
+    assert not first.sent.query(), "nobody waited"
+    # Both are under way, and there are no more: the older one is waited for.
+    assert taken() is first
 
 
 @CPU_ONLY
