@@ -10,10 +10,15 @@ small for it between things that live on. For servers that compute on a CPU. Wit
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 
 KEPT_BLOCK_BYTES = 1 << 30
 """Larger blocks do go back to the kernel when they are freed."""
+
+_LARGEST_OF_OLD_GLIBC = 32 << 20
+"""Before 2.35 a larger threshold was refused, and the one before stayed."""
+
 LASTING_BLOCK_BYTES = 1 << 20
 """Of what lasts, blocks from this size on are mapped one by one."""
 
@@ -41,12 +46,13 @@ def large_blocks_mapped() -> Iterator[None]:
     """Take large blocks from the kernel, zeroed, for the duration of the block.
 
     They go back to the kernel when they are freed, whenever that is. So does, before and afterwards, what is
-    free in the heap.
+    free in the heap. Not to be nested: the inner one would end it for both.
     """
     give_back_memory()  # the end of the heap: small things go there, and not behind what is held
-    _set(_M_MMAP_THRESHOLD, LASTING_BLOCK_BYTES)
-    held = _hold_large_holes()
+    held: list[int] = []
     try:
+        _set(_M_MMAP_THRESHOLD, LASTING_BLOCK_BYTES)
+        _hold_large_holes(held)
         yield
     finally:
         keep_freed_memory()
@@ -57,7 +63,8 @@ def large_blocks_mapped() -> Iterator[None]:
 
 def keep_freed_memory() -> None:
     """Keep what is freed for the next step."""
-    _set(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
+    if not _set(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES):
+        _set(_M_MMAP_THRESHOLD, _LARGEST_OF_OLD_GLIBC)
     _set(_M_TRIM_THRESHOLD, KEPT_BLOCK_BYTES)
 
 
@@ -67,13 +74,12 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _hold_large_holes() -> list[int]:
+def _hold_large_holes(held: list[int]) -> None:
     """Take the heap's free blocks that are large, for glibc maps nothing while one of them would do.
 
-    Returns:
-        Their addresses; nothing is written to them, so they cost no memory.
+    Args:
+        held: Gets their addresses; nothing is written to the blocks, so they cost no memory.
     """
-    held: list[int] = []
     try:
         libc = _libc()
         left = int(libc.mallinfo2().free_bytes)
@@ -89,9 +95,9 @@ def _hold_large_holes() -> list[int]:
                 size //= 2
     except (AttributeError, OSError):  # another C library, or an old one
         pass
-    return held
 
 
+@functools.cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
@@ -101,6 +107,8 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _set(option: int, value: int) -> None:
+def _set(option: int, value: int) -> bool:
+    """Set one of glibc's options; returns whether it was taken."""
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(option, value)
+        return bool(ctypes.CDLL(None).mallopt(option, value))
+    return False

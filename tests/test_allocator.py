@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncserve import allocator
 from tests.architecture.sources import ROOT
 from tests.fakes.tiny_model import tiny_llama_folder
 
@@ -150,3 +151,19 @@ def test_weights_of_a_device_that_is_opened_anew_lie_in_no_hole_that_steps_have_
         [sys.executable, "-c", OPENED_TWICE, folder], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == ["1 False", "1 False"]
+
+
+def test_a_glibc_that_refuses_the_threshold_gets_the_largest_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the low threshold of what lasts would stay, and every step's large blocks be mapped anew."""
+    asked: list[tuple[int, int]] = []
+
+    def old_mallopt(option: int, value: int) -> bool:
+        asked.append((option, value))
+        return option != -3 or value <= 32 << 20
+
+    monkeypatch.setattr(allocator, "_set", old_mallopt)
+    allocator.keep_freed_memory()
+    thresholds = [value for option, value in asked if option == -3]
+    assert thresholds == [1 << 30, 32 << 20]

@@ -170,8 +170,10 @@ class FlashInfer(LibraryPrefill):
         if place is None:
             place = step.places[kind] = self._places.take(q.device)
             block_len = kv_cache.keys[layer.layer_id].shape[2]
-            _cut(place.wrapper, kind, batch, step, block_len)
-            place.sent.record()
+            try:
+                _cut(place.wrapper, kind, batch, step, block_len)
+            finally:  # part of it may be under way
+                place.sent.record()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         first = step.first_prefill_token
         cache = (kv_cache.keys[layer.layer_id], kv_cache.values[layer.layer_id])
