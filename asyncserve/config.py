@@ -110,9 +110,9 @@ class ServerConfig:
     takes three to find out that one request loses it, four if it hangs; once that request has ended they do
     not count any more. The default leaves one for chance while a request is tried.
     Three times as many, one after the other with no token between them, end the process whoever is blamed."""
-    attention_backend: str = "auto"
-    """Attention implementation: auto (by device), or cpu, reference, triton, flash_attn, flashinfer. The last
-    two leave prefill on a Hopper GPU to a library that has to be installed; auto takes neither."""
+    attention_backend: Literal["auto", "cpu", "reference", "triton", "flash_attn", "flashinfer"] = "auto"
+    """Attention implementation; auto: by device. flash_attn and flashinfer leave prefill on a Hopper GPU to a
+    library that has to be installed; auto takes neither."""
     enforce_eager: bool = False
     """Launch every step anew instead of replaying CUDA graphs: slower, less memory. A CPU has none anyway."""
     cudagraph_capture_sizes: tuple[int, ...] = ()
@@ -209,11 +209,11 @@ class ServerConfig:
     """vllm: /metrics also has vLLM's names, for dashboards, autoscalers and routers made for it."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector that gets a trace of each request, such as
-    http://localhost:4318/v1/traces or grpc://localhost:4317. Needs pip install asyncserve[otel]."""
+    http://localhost:4318/v1/traces or grpc://localhost:4317. Needs the extra otel."""
     kv_events_config: str | None = None
     """JSON that says where changes of the prefix cache are published for cache-aware routers, with vLLM's
     names: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}.
-    tcp and ipc addresses. Needs pip install asyncserve[kv-events]."""
+    tcp and ipc addresses. Needs the extra kv-events."""
     trace_steps: str | None = None
     """File that gets a timeline of every step (loop, device thread, device, waiter), for ui.perfetto.dev."""
 

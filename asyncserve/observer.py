@@ -165,8 +165,13 @@ class Observer(Protocol):
             now_s: When it was applied.
         """
 
-    def first_token(self, timeline: RequestTimeline) -> None:
-        """Note that a sequence got its first token."""
+    def first_token(self, timeline: RequestTimeline, num_tokens: int) -> None:
+        """Note that a sequence got its first token.
+
+        Args:
+            timeline: Of the sequence.
+            num_tokens: How many came at once, this one included: all of a text that a beam search has found.
+        """
 
     def request_finished(self, timeline: RequestTimeline, reason: FinishReason) -> None:
         """Note the end of a sequence, aborted and failed ones included; exactly once for each."""
@@ -196,7 +201,7 @@ class NullObserver:
     ) -> None:
         """Ignore it."""
 
-    def first_token(self, timeline: RequestTimeline) -> None:
+    def first_token(self, timeline: RequestTimeline, num_tokens: int) -> None:
         """Ignore it."""
 
     def request_finished(self, timeline: RequestTimeline, reason: FinishReason) -> None:
@@ -244,11 +249,11 @@ class ObserverGroup:
             except Exception:
                 self._note_raised(observer)
 
-    def first_token(self, timeline: RequestTimeline) -> None:
+    def first_token(self, timeline: RequestTimeline, num_tokens: int) -> None:
         """Hand it on."""
         for observer in self._observers:
             try:
-                observer.first_token(timeline)
+                observer.first_token(timeline, num_tokens)
             except Exception:
                 self._note_raised(observer)
 

@@ -170,9 +170,9 @@ class TokenCounter(NullObserver):
         """Count one step's; what it computed for sequences that had ended is no token of anybody's."""
         self.num_tokens += len(inter_token_s)
 
-    def first_token(self, timeline: RequestTimeline) -> None:
-        """Count a sequence's first."""
-        self.num_tokens += 1
+    def first_token(self, timeline: RequestTimeline, num_tokens: int) -> None:
+        """Count a sequence's first, and what came with it."""
+        self.num_tokens += num_tokens
 
 
 class Batch:

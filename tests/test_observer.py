@@ -24,7 +24,7 @@ class RaisingObserver:
 def tell(observer: Observer) -> None:
     """Make every call of the protocol once."""
     observer.step_applied(PLAN, OUTPUT, (0.25,), 1.0)
-    observer.first_token(RequestTimeline(arrived_s=1.0))
+    observer.first_token(RequestTimeline(arrived_s=1.0), 1)
     observer.request_finished(RequestTimeline(arrived_s=1.0), FinishReason.STOP)
     observer.request_rejected(Overloaded("full", retry_after_s=1.0))
     observer.loop_lag(0.5)

@@ -71,10 +71,18 @@ class BestOfSink:
     def _give(self, ranked: list[RequestOutput]) -> None:
         num = self._sampling.n
         num_more = sum(each.usage.num_output_tokens for each in ranked[num:] if each.usage is not None)
+        # Of the others the whole prompt was there: the first had computed it.
+        num_cached = min(
+            (each.usage.num_cached_tokens for each in ranked if each.usage is not None), default=0
+        )
         hides_logprobs = self._sampling.num_logprobs is None
         for index, output in enumerate(ranked[:num]):
             usage = output.usage
             if usage is not None and index == 0:
-                usage = dataclasses.replace(usage, num_output_tokens=usage.num_output_tokens + num_more)
+                usage = dataclasses.replace(
+                    usage,
+                    num_output_tokens=usage.num_output_tokens + num_more,
+                    num_cached_tokens=num_cached,
+                )
             logprobs = None if hides_logprobs else output.logprobs
             self.sink.put(dataclasses.replace(output, index=index, logprobs=logprobs, usage=usage))

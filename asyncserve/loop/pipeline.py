@@ -563,7 +563,7 @@ class Pipeline:
                     if sequence.last_token_s is not None:
                         gaps_s.append(now_s - sequence.last_token_s)
                     else:
-                        observer.first_token(sequence.timeline)
+                        observer.first_token(sequence.timeline, len(delta.token_ids))
                     sequence.last_token_s = now_s
                 try:
                     output = sequence.feed(delta)

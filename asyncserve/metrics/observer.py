@@ -144,9 +144,9 @@ class PrometheusObserver(Collector):
         self._num_output_tokens += len(inter_token_s)
         self._gaps.observe_all(inter_token_s)
 
-    def first_token(self, timeline: RequestTimeline) -> None:
-        """Note that a sequence got its first token."""
-        self._num_output_tokens += 1
+    def first_token(self, timeline: RequestTimeline, num_tokens: int) -> None:
+        """Note that a sequence got its first token; see `Observer`."""
+        self._num_output_tokens += num_tokens
         self._note_prompt(timeline)
         if timeline.first_token_s is not None:
             self._first_token.observe(timeline.first_token_s - timeline.arrived_s)

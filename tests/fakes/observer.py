@@ -15,6 +15,7 @@ class RecordingObserver:
     def __init__(self) -> None:
         self.steps: list[tuple[StepPlan, StepOutput, list[float], float]] = []
         self.first_tokens: list[RequestTimeline] = []
+        self.num_first_tokens = 0
         self.finished: list[tuple[RequestTimeline, FinishReason]] = []
         self.rejected: list[Exception] = []
         self.lags_s: list[float] = []
@@ -35,8 +36,9 @@ class RecordingObserver:
     ) -> None:
         self.steps.append((plan, output, list(inter_token_s), now_s))
 
-    def first_token(self, timeline: RequestTimeline) -> None:
+    def first_token(self, timeline: RequestTimeline, num_tokens: int) -> None:
         self.first_tokens.append(copy.copy(timeline))
+        self.num_first_tokens += num_tokens
 
     def request_finished(self, timeline: RequestTimeline, reason: FinishReason) -> None:
         self.finished.append((copy.copy(timeline), reason))

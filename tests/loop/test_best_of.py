@@ -34,14 +34,16 @@ class Sink:
         self.error = error
 
 
-def output(index: int, text: str, logprobs: list[float] | None, *, ends: bool) -> RequestOutput:
+def output(
+    index: int, text: str, logprobs: list[float] | None, *, ends: bool, num_cached: int = 0
+) -> RequestOutput:
     return RequestOutput(
         index=index,
         text=text,
         token_ids=[7] * len(text),
         logprobs=None if logprobs is None else [TokenLogprobs(7, logprob, 1, ()) for logprob in logprobs],
         finish_reason=FinishReason.STOP if ends else None,
-        usage=Usage(5, len(text), 0) if ends else None,
+        usage=Usage(5, len(text), num_cached) if ends else None,
     )
 
 
@@ -83,6 +85,17 @@ def test_logprobs_that_nobody_asked_for_are_not_given() -> None:
 def test_the_usage_counts_the_tokens_of_all() -> None:
     outputs = given(SamplingParams(n=2, best_of=3), THREE)
     assert [each.usage.num_output_tokens for each in outputs if each.usage is not None] == [2 + 2, 1]
+
+
+def test_what_the_first_found_cached_is_told_whoever_wins() -> None:
+    """The others find the whole prompt: it was computed for all of them a moment ago."""
+    outputs = [
+        output(0, "a", [-0.6], ends=True, num_cached=2),
+        output(1, "b", [-0.1], ends=True, num_cached=5),
+    ]
+    (best,) = given(SamplingParams(n=1, best_of=2), outputs)
+    assert best.text == "b"
+    assert best.usage == Usage(5, 2, 2)
 
 
 def test_results_of_a_beam_search_keep_their_order() -> None:

@@ -324,6 +324,20 @@ async def test_every_step_first_token_gap_and_end_is_reported_once() -> None:
         assert b.observer.reasons == {FinishReason.LENGTH: num_sequences}
 
 
+async def test_every_token_is_reported_though_a_beam_search_gives_all_of_a_text_at_once() -> None:
+    async with bench() as b:
+        sinks = [
+            b.send("x", "beams", max_tokens=5, n=2, use_beam_search=True, temperature=0.0),
+            b.send("x", "others", max_tokens=4, n=2),
+        ]
+        for sink in sinks:
+            await sink.wait()
+        await b.settle()
+        num_tokens = sum(timeline.num_output_tokens for timeline, _ in b.observer.finished)
+        assert num_tokens > 2 * 4 + 2
+        assert b.observer.num_first_tokens + b.observer.num_gaps == num_tokens
+
+
 async def test_the_timeline_tells_when_each_thing_happened() -> None:
     clock = Clock()
     async with bench(clock=clock, num_tokenizer_threads=1) as b:

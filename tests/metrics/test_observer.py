@@ -77,7 +77,7 @@ def test_it_is_an_observer() -> None:
 def test_phases_of_a_finished_sequence_are_measured_between_their_ends() -> None:
     registry, observer = new_observer()
     timeline = finished_timeline()
-    observer.first_token(timeline)
+    observer.first_token(timeline, 1)
     observer.request_finished(timeline, FinishReason.LENGTH)
     expected = {
         "time_to_first_token_seconds": 1.5,
@@ -101,12 +101,14 @@ def test_phases_of_a_finished_sequence_are_measured_between_their_ends() -> None
 def test_a_sequence_aborted_while_running_is_counted_with_its_tokens() -> None:
     registry, observer = new_observer()
     timeline = finished_timeline()
-    observer.first_token(timeline)
+    observer.first_token(timeline, 1)
     observer.step_applied(step([1]), output(), [0.5], 102.0)
     observer.step_applied(step([1]), output(), [0.5], 102.5)
     observer.request_finished(timeline, FinishReason.ABORT)
     assert set(counts_of(registry).values()) == {1}
     assert value_of(registry, "generation_tokens_total") == 3
+    observer.first_token(finished_timeline(), 20)
+    assert value_of(registry, "generation_tokens_total") == 23
     assert value_of(registry, "request_success_total", finished_reason="abort") == 1
 
 
@@ -155,7 +157,7 @@ def test_a_sequence_of_one_token_has_no_time_per_output_token() -> None:
     registry, observer = new_observer()
     timeline = finished_timeline()
     timeline.num_output_tokens, timeline.last_token_s = 1, timeline.first_token_s
-    observer.first_token(timeline)
+    observer.first_token(timeline, 1)
     observer.request_finished(timeline, FinishReason.STOP)
     counts = counts_of(registry)
     assert counts.pop("request_time_per_output_token_seconds") == 0
@@ -169,7 +171,7 @@ def test_every_sequence_is_counted_once_under_its_reason() -> None:
     )
     for reason in ends:
         timeline = finished_timeline()
-        observer.first_token(timeline)
+        observer.first_token(timeline, 1)
         observer.request_finished(timeline, reason)
     by_reason = {
         sample.labels["finished_reason"]: sample.value

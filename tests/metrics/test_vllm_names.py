@@ -43,7 +43,7 @@ def exposed(*, load: int = 0) -> dict[str, dict[tuple[str, ...], float]]:
             num_output_tokens=draw.randrange(1, 300),
             max_output_len=300,
         )
-        observer.first_token(timeline)
+        observer.first_token(timeline, 1)
         observer.request_finished(timeline, FinishReason.STOP)
     observer.request_rejected(Overloaded("full", retry_after_s=1.0))
     observer.request_rejected(InvalidRequest("bad"))

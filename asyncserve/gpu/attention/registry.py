@@ -1,8 +1,9 @@
 """Attention backends by name, and the choice of one for a cache and a device.
 
-To add a backend: a file beside this one, a line in `BACKENDS`, and its place in `_PREFERENCE` unless it is
-only taken when asked for; then run `tests/contracts/attention_contract.py` on it. Imported only when
-considered, so that what it needs may be missing.
+To add a backend: a file beside this one, a line in `BACKENDS`, its name among the option's in
+`asyncserve/config.py`, and its place in `_PREFERENCE` unless it is only taken when asked for; then run
+`tests/contracts/attention_contract.py` on it. Imported only when considered, so that what it needs may be
+missing.
 """
 
 import importlib
@@ -25,6 +26,9 @@ BACKENDS = {
     "triton": "asyncserve.gpu.attention.triton:TritonAttention",
 }
 """Name to `module:class`; the class takes no argument."""
+
+_PACKAGES = {"flash_attn": "--pre flash-attn-4", "flashinfer": "flashinfer-python"}
+"""What installs a module, where the name does not tell."""
 
 _PREFERENCE = {"cuda": ("triton", "reference"), "cpu": ("cpu", "reference")}
 
@@ -49,6 +53,8 @@ def load_attention(name: str, groups: Sequence[KVGroup], device: torch.device) -
             why = "asked for" if name != "auto" else f"the first that serves this model on {device}"
             logger.info("attention backend %s: %s", candidate, "; ".join((why, *reasons)))
             return found
+        if name != "auto":
+            raise ConfigError(f"attention_backend {name} cannot serve this model on {device}: {found}")
         reasons.append(f"{candidate}: {found}")
     raise ConfigError(f"no attention backend serves this model on {device}: {'; '.join(reasons)}")
 
@@ -62,7 +68,9 @@ def _load(name: str, groups: Sequence[KVGroup], device: torch.device) -> Attenti
         if error.name is None or error.name.partition(".")[0] == "asyncserve":
             raise
         if isinstance(error, ModuleNotFoundError):
-            return f"it needs {error.name}, which is not installed"
+            package = _PACKAGES.get(error.name.partition(".")[0])
+            hint = f" (pip install {package})" if package else ""
+            return f"it needs {error.name}, which is not installed{hint}"
         return f"another version of {error.name} is needed: {error}"
     except ConfigError as error:
         return str(error)

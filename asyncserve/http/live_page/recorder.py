@@ -140,9 +140,9 @@ class PipelineRecorder:
             self._num_output_tokens += num_gaps
             self._gaps.offer(inter_token_s[:: -(-num_gaps // GAPS_PER_STEP)])
 
-    def first_token(self, timeline: RequestTimeline) -> None:
-        """Note that a sequence got its first token."""
-        self._num_output_tokens += 1
+    def first_token(self, timeline: RequestTimeline, num_tokens: int) -> None:
+        """Note that a sequence got its first token; see `Observer`."""
+        self._num_output_tokens += num_tokens
         if timeline.first_token_s is not None:
             self._first_tokens.offer((timeline.first_token_s - timeline.arrived_s,))
 

@@ -1,12 +1,14 @@
 import logging
 import sys
+import typing
 from types import ModuleType
 
 import pytest
 import torch
 
+from asyncserve.config import ServerConfig
 from asyncserve.errors import ConfigError
-from asyncserve.gpu.attention.registry import load_attention
+from asyncserve.gpu.attention.registry import BACKENDS, load_attention
 from asyncserve.kv_spec import FullAttention, KVGroup
 
 GROUP = KVGroup(
@@ -49,7 +51,10 @@ def test_a_backend_whose_library_is_missing_is_passed_over(
         if name == "triton" or "kernels" in name or name.endswith("attention.triton"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ConfigError, match="triton: it needs triton, which is not installed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"attention_backend triton cannot serve .* on cpu: it needs triton, which is not inst",
+    ):
         load_attention("triton", [GROUP], CPU)
     # Only the names of the devices count here: nothing is put on this one.
     with caplog.at_level(logging.INFO, "asyncserve"):
@@ -60,14 +65,19 @@ def test_a_backend_whose_library_is_missing_is_passed_over(
     ]
 
 
-@pytest.mark.parametrize(("backend", "library"), [("flash_attn", "flash_attn"), ("flashinfer", "flashinfer")])
+@pytest.mark.parametrize(
+    ("backend", "library", "package"),
+    [("flash_attn", "flash_attn", "--pre flash-attn-4"), ("flashinfer", "flashinfer", "flashinfer-python")],
+)
 def test_a_library_that_was_asked_for_and_is_missing_is_said(
-    backend: str, library: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, library: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"{backend}: it needs {library}[.\w]*, which is not installed"):
+    with pytest.raises(
+        ConfigError, match=rf"{library}[.\w]*, which is not installed \(pip install {package}\)"
+    ):
         load_attention(backend, [GROUP], CPU)
 
 
@@ -85,7 +95,9 @@ def test_a_library_without_what_is_called_is_another_version(
     package = library.partition(".")[0]
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setitem(sys.modules, library, ModuleType(library))
-    with pytest.raises(ConfigError, match=f"{backend}: another version of {library} is needed: .*{missing}"):
+    with pytest.raises(
+        ConfigError, match=f"{backend} .*: another version of {library} is needed: .*{missing}"
+    ):
         load_attention(backend, [GROUP], CPU)
 
 
@@ -112,5 +124,10 @@ def test_auto_on_a_gpu_is_triton_and_reference_can_be_asked_for() -> None:
     cuda = torch.device("cuda")
     assert load_attention("auto", [GROUP], cuda).name == "triton"
     assert load_attention("reference", [GROUP], cuda).name == "reference"
-    with pytest.raises(ConfigError, match="triton: it needs a CUDA device"):
+    with pytest.raises(ConfigError, match=r"triton .*: it needs a CUDA device"):
         load_attention("triton", [GROUP], CPU)
+
+
+def test_the_option_names_every_backend() -> None:
+    names = typing.get_args(typing.get_type_hints(ServerConfig)["attention_backend"])
+    assert set(names) == {"auto", *BACKENDS}

@@ -56,7 +56,7 @@ def test_a_steps_tokens_are_told_apart_wherever_its_chunks_of_one_token_stand() 
 def test_a_second_has_what_happened_in_it_and_nothing_else() -> None:
     subject, clock = recorder()
     subject.step_applied(plan([1, 8]), output(device_s=0.010, idle_s=0.002), (0.020,), 1000.1)
-    subject.first_token(RequestTimeline(arrived_s=1000.0, first_token_s=1000.3))
+    subject.first_token(RequestTimeline(arrived_s=1000.0, first_token_s=1000.3), 1)
     subject.step_applied(plan([1, 1]), output(device_s=0.005), (0.040, 0.040), 1000.9)
     clock.now_s = 1001.2
     subject.loop_lag(0.003)
@@ -137,7 +137,7 @@ def test_a_sample_stays_small_and_even() -> None:
 def test_totals_count_ends_by_reason_and_refusals() -> None:
     subject, clock = recorder()
     subject.step_applied(plan([1, 5]), output(), (0.1,), clock.now_s)
-    subject.first_token(RequestTimeline(arrived_s=0.0))
+    subject.first_token(RequestTimeline(arrived_s=0.0), 1)
     for reason, times in (
         (FinishReason.STOP, 1),
         (FinishReason.LENGTH, 2),
