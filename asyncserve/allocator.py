@@ -82,11 +82,15 @@ def _hold_large_holes(held: list[int]) -> None:
     """
     try:
         libc = _libc()
-        left = int(libc.mallinfo2().free_bytes)
+        usage = libc.mallinfo2()
+        left = int(usage.free_bytes)
+        # Which of the two lies lower, the heap or what is mapped, is the kernel's affair: after
+        # `ulimit -s unlimited` it is what is mapped.
+        bottom = libc.sbrk(0) - int(usage.arena)
         size = KEPT_BLOCK_BYTES
         while size >= LASTING_BLOCK_BYTES:
             address = libc.malloc(size) if size <= left else None
-            if address is not None and address < libc.sbrk(0):
+            if address is not None and bottom <= address < libc.sbrk(0):
                 held.append(address)
                 left -= size
             else:
