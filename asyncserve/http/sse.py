@@ -13,6 +13,7 @@ While a stream is open nobody else may write to the response: aiohttp prepared i
 """
 
 import asyncio
+import dataclasses
 import enum
 from array import array
 from collections.abc import Callable, Sequence
@@ -616,7 +617,10 @@ class StreamSink(TextSink):
     def _render(self, index: int, output: RequestOutput) -> list[bytes]:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._stream.note_failure(output.error or EngineError("the request was aborted"))
-            return []
+            if not output.text:
+                return []
+            # It came before the failure, and was kept while the connection was behind.
+            output = dataclasses.replace(output, finish_reason=None)
         if output.finish_reason is not None:
             self._usages[index] = output.usage
             self._num_unfinished -= 1

@@ -207,6 +207,25 @@ async def test_failure_is_an_event_and_the_end(by_output: bool) -> None:
     assert stream.ended.result() is StreamEnd.FAILED
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_what_was_kept_before_a_failure_comes_before_it(is_open: bool) -> None:
+    stream, transport, [sink] = make(2, is_open=is_open)
+    sink.put(output("a"))
+    transport.unsent = 70_000
+    for text in ("b", "c"):
+        sink.put(output(text))
+        sink.put(output(text, index=1))
+    sink.put(output("", end=FinishReason.ERROR, error=EngineStopped("gone")))
+    transport.unsent = 0
+    if not is_open:
+        stream.open(transport, heads=None)
+    assert await stream.ended is StreamEnd.FAILED
+    received = events(transport)
+    assert received[-1] == "error gone"
+    assert "".join(each[2:] for each in received if each.startswith("0:")).replace("^", "") == "abc"
+    assert "".join(each[2:] for each in received if each.startswith("1:")) == "^bc"
+
+
 async def test_aborted_choice_is_a_failure() -> None:
     stream, transport, [sink] = make(1)
     sink.put(output("", end=FinishReason.ABORT))
