@@ -6,7 +6,6 @@ gives. It compiles a kernel for each kind of layer when one first asks, at start
 for follows from the lengths of a batch.
 """
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -51,13 +50,6 @@ class _LongRows(NamedTuple):
     block_table: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step(TritonStep):
-    """As the base, and the rows found so far, by KV group."""
-
-    long_rows: dict[int, _LongRows] = field(default_factory=dict)
-
-
 class FlashAttention(LibraryPrefill):
     """The backend. Layers with softcaps and sinks are served, with windows not; blocks are short.
 
@@ -82,17 +74,6 @@ class FlashAttention(LibraryPrefill):
             reason = unserved_shape(spec)
         return reason
 
-    def plan(self, batch: Batch, kv_cache: KVCache) -> _Step:
-        """As the base."""
-        step = super().plan(batch, kv_cache)
-        return _Step(
-            num_decode_rows=step.num_decode_rows,
-            num_prefill_rows=step.num_prefill_rows,
-            first_prefill_row=step.first_prefill_row,
-            first_prefill_token=step.first_prefill_token,
-            is_mixed=step.is_mixed,
-        )
-
     def serves(self, layer: AttentionLayer, step: TritonStep) -> bool:
         """Return whether there are no more rows than its kernels are compiled for."""
         return step.num_prefill_rows <= _MOST_ROWS
@@ -101,11 +82,10 @@ class FlashAttention(LibraryPrefill):
         self, layer: AttentionLayer, q: torch.Tensor, batch: Batch, kv_cache: KVCache, step: TritonStep
     ) -> torch.Tensor:
         """Launch one kernel over all tokens' queries, of which it reads and writes those of the long rows."""
-        assert isinstance(step, _Step)
         group_id = kv_cache.group_of_layer[layer.layer_id]
-        rows = step.long_rows.get(group_id)
+        rows: _LongRows | None = step.kept.get(group_id)
         if rows is None:
-            rows = step.long_rows[group_id] = _long_rows(batch, batch.block_tables[group_id], step)
+            rows = step.kept[group_id] = _long_rows(batch, batch.block_tables[group_id], step)
         out, _ = self._attend(
             q,
             kv_cache.keys[layer.layer_id].transpose(1, 2),

@@ -7,7 +7,7 @@ only once it has arrived; so there are several such places (`_Places`), and in p
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -98,19 +98,6 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step(TritonStep):
-    """As the base, with the cuts made so far.
-
-    Args:
-        is_known: Whether the host knows the lengths.
-        places: By kind of layer.
-    """
-
-    is_known: bool
-    places: dict[_Kind, _Place] = field(default_factory=dict)
-
-
 class FlashInfer(LibraryPrefill):
     """The backend. Plain layers without a window are served, if the host knows the step's lengths.
 
@@ -135,29 +122,19 @@ class FlashInfer(LibraryPrefill):
             reason = unserved_heads(spec)
         return reason
 
-    def plan(self, batch: Batch, kv_cache: KVCache) -> _Step:
+    def plan(self, batch: Batch, kv_cache: KVCache) -> TritonStep:
         """As the base; a cut is made when the first layer of its kind asks."""
-        step = super().plan(batch, kv_cache)
         self._places.begin_step()
-        return _Step(
-            num_decode_rows=step.num_decode_rows,
-            num_prefill_rows=step.num_prefill_rows,
-            first_prefill_row=step.first_prefill_row,
-            first_prefill_token=step.first_prefill_token,
-            is_mixed=step.is_mixed,
-            is_known=batch.padded is None,
-        )
+        return super().plan(batch, kv_cache)
 
     def serves(self, layer: AttentionLayer, step: TritonStep) -> bool:
         """Return whether it is plain, in a step whose lengths the host knows."""
-        assert isinstance(step, _Step)
-        return step.is_known and layer.is_plain
+        return layer.is_plain and isinstance(step.first_prefill_row, int)
 
     def attend_by_library(
         self, layer: AttentionLayer, q: torch.Tensor, batch: Batch, kv_cache: KVCache, step: TritonStep
     ) -> torch.Tensor:
         """Cut the step if no layer of the kind has been there, and launch one kernel."""
-        assert isinstance(step, _Step)
         kind = _Kind(
             kv_cache.group_of_layer[layer.layer_id],
             layer.num_heads,
@@ -166,9 +143,9 @@ class FlashInfer(LibraryPrefill):
             layer.scale,
             q.dtype,
         )
-        place = step.places.get(kind)
+        place: _Place | None = step.kept.get(kind)
         if place is None:
-            place = step.places[kind] = self._places.take(q.device)
+            place = step.kept[kind] = self._places.take(q.device)
             block_len = kv_cache.keys[layer.layer_id].shape[2]
             try:
                 _cut(place.wrapper, kind, batch, step, block_len)
@@ -208,7 +185,7 @@ def page_numbers(block_table: torch.Tensor, num_pages: Sequence[int]) -> torch.T
     return block_table[rows, columns]
 
 
-def _cut(wrapper: Any, kind: _Kind, batch: Batch, step: _Step, block_len: int) -> None:
+def _cut(wrapper: Any, kind: _Kind, batch: Batch, step: TritonStep, block_len: int) -> None:
     first = step.first_prefill_row
     assert isinstance(first, int)
     seq_lens, query_lens = batch.seq_lens_host[first:], batch.query_lens_host[first:]

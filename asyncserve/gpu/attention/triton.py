@@ -8,7 +8,8 @@ a CUDA graph can hold it. Needs a CUDA device; in Triton's interpreter, which is
 of a CPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ class TritonStep:
         first_prefill_row: The first of these; on the device if the host does not know.
         first_prefill_token: Theirs are not before it.
         is_mixed: Whether both kernels look for their rows among the same ones.
+        kept: What a backend built on this one has made for the step, by what it is for.
     """
 
     num_decode_rows: int
@@ -55,6 +57,7 @@ class TritonStep:
     first_prefill_row: int | torch.Tensor
     first_prefill_token: int
     is_mixed: bool
+    kept: dict[object, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
