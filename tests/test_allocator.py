@@ -113,7 +113,9 @@ with large_blocks_mapped():
     for each in small:
         libc.free(each)
 libc.free(block)
-print(resident() - before < {BLOCK_BYTES} / 4, libc.malloc({BLOCK_BYTES}) == hole)
+# More than all that is free beside the hole, which may have grown at its beginning.
+again = libc.malloc({BLOCK_BYTES} * 3 // 2)
+print(resident() - before < {BLOCK_BYTES} / 4, abs(again - hole) < {BLOCK_BYTES} / 4)
 """
 
 

@@ -11,7 +11,7 @@ from loadtest.model_shapes import Shape, known_shapes
 def test_every_product_has_other_ways_and_they_differ(shape: Shape, num_tokens: int) -> None:
     for product in linears.products(shape):
         ways = linears.other_configs(product, num_tokens)
-        assert len(ways) >= 8
+        assert len(ways) >= 6
         assert len({linears.named(way) for way in ways}) == len(ways)
         if num_tokens > 1:
             assert all(way.tile_len >= 16 * way.num_warps for way in ways)
