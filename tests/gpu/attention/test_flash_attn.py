@@ -12,9 +12,9 @@ from asyncserve.gpu.attention.interface import AttentionLayer, StepAttention
 from asyncserve.kv_spec import FullAttention
 from tests.contracts.attention_contract import AttentionContract, Shape, Simulation
 from tests.gpu.attention.library_stand_ins import flash_attn_varlen_func
+from tests.gpu.attention.library_steps import a_step_that_waits_for_nothing, hundreds_of_positions
 from tests.gpu.attention.padding import padded
 from tests.gpu.kernels.machine import DEVICE, ON_GPU
-from tests.gpu.synchronization import waits_are_errors
 
 pytest.importorskip("triton")
 from asyncserve.gpu.attention.flash_attn import FlashAttention, unserved_shape
@@ -157,30 +157,10 @@ class TestOnGPU:
 
     @pytest.mark.parametrize("block_len", [16, 32])
     def test_hundreds_of_positions_with_the_heads_of_a_real_model(self, block_len: int) -> None:
-        shape = Shape(
-            num_heads=4, num_kv_heads=1, head_dim=128, block_len=block_len, num_layers=1, dtype="bfloat16"
-        )
-        simulation = Simulation(FlashAttention(), DEVICE, shape)
-        first, second = simulation.add_sequence(), simulation.add_sequence()
-        simulation.step([(first, 300), (second, 65)])
-        simulation.step([(first, 1), (second, 290)])
-        simulation.step([(first, 1), (second, 1)])
+        hundreds_of_positions(FlashAttention(), block_len=block_len)
 
     def test_the_host_waits_for_nothing(self) -> None:
-        backend = FlashAttention()
-        simulation = Simulation(backend, DEVICE, Shape(num_layers=1, dtype="bfloat16"))
-        sequences = [simulation.add_sequence() for _ in range(3)]
-        batch = simulation.batch([(sequences[0], 1), (sequences[1], 6), (sequences[2], 40)], [0, 0, 0])
-        layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=16, scale=1.0)
-        q, k, v = (torch.randn(47, heads, 16, device=DEVICE).bfloat16() for heads in (4, 2, 2))
-        kv_cache = simulation.kv_cache
-
-        def step() -> None:
-            backend.run(layer, q, k, v, batch, kv_cache, backend.plan(batch, kv_cache))
-
-        step()
-        with waits_are_errors():
-            step()
+        a_step_that_waits_for_nothing(FlashAttention(), head_dim=16)
 
 
 def test_a_library_that_takes_no_block_tables_is_another_version(

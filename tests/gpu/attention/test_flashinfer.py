@@ -10,9 +10,9 @@ from asyncserve.gpu.attention.interface import AttentionLayer
 from asyncserve.kv_spec import FullAttention
 from tests.contracts.attention_contract import AttentionContract, Shape, Simulation
 from tests.gpu.attention.library_stand_ins import BatchPrefillWithPagedKVCacheWrapper
+from tests.gpu.attention.library_steps import a_step_that_waits_for_nothing, hundreds_of_positions
 from tests.gpu.attention.padding import padded
 from tests.gpu.kernels.machine import DEVICE, ON_GPU
-from tests.gpu.synchronization import waits_are_errors
 
 pytest.importorskip("triton")
 from asyncserve.gpu.attention import flashinfer
@@ -154,28 +154,10 @@ class TestOnGPU:
     pytestmark = NEEDS_LIBRARY
 
     def test_hundreds_of_positions(self) -> None:
-        shape = Shape(num_heads=4, num_kv_heads=1, head_dim=128, block_len=16, num_layers=1, dtype="bfloat16")
-        simulation = Simulation(FlashInfer(), DEVICE, shape)
-        first, second = simulation.add_sequence(), simulation.add_sequence()
-        simulation.step([(first, 300), (second, 65)])
-        simulation.step([(first, 1), (second, 290)])
-        simulation.step([(first, 1), (second, 1)])
+        hundreds_of_positions(FlashInfer(), block_len=16)
 
     def test_the_host_waits_for_nothing(self) -> None:
-        backend = FlashInfer()
-        simulation = Simulation(backend, DEVICE, Shape(num_layers=1, dtype="bfloat16", head_dim=128))
-        sequences = [simulation.add_sequence() for _ in range(3)]
-        batch = simulation.batch([(sequences[0], 1), (sequences[1], 6), (sequences[2], 40)], [0, 0, 0])
-        layer = AttentionLayer(layer_id=0, num_heads=4, num_kv_heads=2, head_dim=128, scale=1.0)
-        q, k, v = (torch.randn(47, heads, 128, device=DEVICE).bfloat16() for heads in (4, 2, 2))
-        kv_cache = simulation.kv_cache
-
-        def step() -> None:
-            backend.run(layer, q, k, v, batch, kv_cache, backend.plan(batch, kv_cache))
-
-        step()
-        with waits_are_errors():
-            step()
+        a_step_that_waits_for_nothing(FlashInfer(), head_dim=128)
 
 
 def test_pages_of_all_rows_stand_one_after_the_other() -> None:
