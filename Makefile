@@ -98,7 +98,7 @@ $(VENV)/.torch: requirements.txt | $(VENV)/.made
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' requirements.txt)
 	@touch $@
 
-$(VENV)/.run: requirements.txt pyproject.toml $(VENV)/.torch
+$(VENV)/.run: requirements.txt pyproject.toml setup.py $(wildcard asyncserve/token_path/*.[ch]) $(VENV)/.torch
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@

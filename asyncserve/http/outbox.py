@@ -1,7 +1,7 @@
 """Streams whose events are due, written together.
 
-`token_path.write` writes those it can; the others, and what a socket did not take, see to themselves. One that
-cannot ends alone.
+`token_path.write` writes those it can; the others, and what a socket did not take, see to themselves. One
+that cannot ends alone.
 """
 
 import logging

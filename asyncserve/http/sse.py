@@ -1,10 +1,11 @@
 """Streamed answers: outputs of the engine become server-sent events, written straight to the connection.
 
-No coroutine runs per token. Outputs come by `StreamSink.put`; texts of plain tokens come shorter still: by
-`token_path`, an `EventStream` is a lane, which the `Outbox` writes when it has enough. How many events go into one write is `write_pacing`'s business; the first and the last go at once. The handler
-only awaits `EventStream.ended`. A client that reads too slowly has its outputs merged until its connection
-drains; what else becomes of it is `slow_reader`'s business. In a long silence, before the first event too, a
-stream is kept alive.
+No coroutine runs per token. Outputs come by `StreamSink.put`; texts of plain tokens come shorter still: an
+`EventStream` is a lane of `token_path`, which the `Outbox` writes when it has enough. How many events go into
+one write is `write_pacing`'s business; the first and the last go at once. The handler only awaits
+`EventStream.ended`. A client that reads too slowly has its outputs merged until its connection drains; what
+else becomes of it is `slow_reader`'s business. In a long silence, before the first event too, a stream is
+kept alive.
 An `EventStream` is one HTTP response; a `StreamSink` is one request in the engine; a completion call with
 several prompts has several sinks on one stream. Shapes are the `ChunkRenderer`'s business.
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 NEVER = -1
 """A `flush_len` that no number of texts reaches."""
@@ -25,8 +25,8 @@ class SocketHandle:
 class Outbox(Protocol):
     """Lanes with enough texts for a write: a list, of which somebody knows how to write."""
 
-    def append(self, lane: "TextLane", /) -> None:
-        """Take one more."""
+    def append(self, lane: Any, /) -> None:
+        """Take one more, whose outbox it is."""
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -108,10 +108,11 @@ class Numbered(Protocol):
 
 
 Row = TypeVar("Row", bound=TextRow)
+Lane = TypeVar("Lane", bound=TextLane)
 
 
 def add_text(lane: TextLane, text: bytes, outboxes: list[Outbox]) -> None:
-    """Put a text into its lane, and the lane into its outbox if it is due; `outboxes` are those of due lanes."""
+    """Put a text into its lane, and that into its outbox if it is due; `outboxes` are those of due lanes."""
     lane.texts.append(text)
     if len(lane.texts) == lane.flush_len:
         if not any(outbox is lane.outbox for outbox in outboxes):
@@ -173,7 +174,7 @@ def deliver(
     return position, num_alike, gaps_s, others, outboxes
 
 
-def write(lanes: Sequence[TextLane], flush_len: int) -> tuple[int, list[tuple[TextLane, bytes | None]]]:
+def write(lanes: list[Lane], flush_len: int) -> tuple[int, list[tuple[Lane, bytes | None]]]:
     """Write the texts of lanes, each in one write.
 
     Args:
@@ -185,7 +186,7 @@ def write(lanes: Sequence[TextLane], flush_len: int) -> tuple[int, list[tuple[Te
         take of the write, which counts as written, or with None: nothing could be done here.
     """
     num_texts = 0
-    unwritten: list[tuple[TextLane, bytes | None]] = []
+    unwritten: list[tuple[Lane, bytes | None]] = []
     for lane in lanes:
         texts, handle = lane.texts, lane.socket
         if handle is None or lane.held or not texts:
