@@ -1,8 +1,25 @@
 """The part in C; all else is in pyproject.toml."""
 
+from pathlib import Path
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildAnew(build_ext):
+    """Compiles, and where that fails leaves nothing behind that was compiled earlier, from other sources."""
+
+    def run(self) -> None:
+        """Build all extensions."""
+        for extension in self.extensions:
+            filename = self.get_ext_filename(extension.name)
+            for folder in (self.build_lib, *([""] if self.inplace else [])):
+                Path(folder, filename).unlink(missing_ok=True)
+        super().run()
+
 
 setup(
+    cmdclass={"build_ext": BuildAnew},
     ext_modules=[
         Extension(
             "asyncserve.token_path.native",
@@ -10,5 +27,5 @@ setup(
             depends=["asyncserve/token_path/native.h"],
             optional=True,  # without a compiler the same in Python is used
         )
-    ]
+    ],
 )
