@@ -256,7 +256,7 @@ def build_http(
 
 
 def describe(config: ServerConfig) -> dict[str, Any]:
-    """Return the options, without secrets, and the versions of what matters."""
+    """Return the options, without secrets, the versions of what matters, and which form the token path has."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "aiohttp", "uvloop"):
         versions[name] = metadata.version(name)
@@ -384,7 +384,7 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         settle_collector()
         watching.append(asyncio.create_task(_collect_when_idle(engine), name="collect-garbage"))
         if not IS_NATIVE:
-            logger.warning("asyncserve was installed without a C compiler: streaming takes more of the CPU")
+            logger.warning("installed without its part in C: streamed tokens take more of the CPU (README)")
         logger.info("ready on %s after %.1f s", url, time.monotonic() - started_s)
         if on_ready is not None:
             on_ready(url)

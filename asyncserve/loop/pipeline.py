@@ -4,8 +4,8 @@
                                         └─► applied ─detokenize─► sinks
 
 Takes `ActiveRequest`s, gives `RequestOutput`s to their sinks. The first stage is `intake`'s, the others are
-here. Decisions are elsewhere: what runs in `scheduler`, what text tokens make in `detokenizer`; the
-coroutines only move values, once per step and never once per token.
+here. Decisions are elsewhere: what runs in `scheduler`, what text tokens make in `detokenizer`; what is done
+once per token is `token_path`'s; the coroutines only move values.
 
 The one cycle (schedule → launch → collect → schedule) cannot block: the scheduler plans at most
 `max_unapplied` steps ahead, and the cycle's channels hold as many. Everything else points forward, and an

@@ -5,8 +5,8 @@ nothing but its text, nearly all, `rows` plans and applies a step; `lanes` looks
 them and sends them. One token in sixteen fills a block, whose digest is `prefix_hash`'s.
 
 In C because of what a token costs beside its `send()`: mostly caches that system calls leave cold. Code that
-does one thing for a slice of sequences and then the next, with little to bring back into the caches, takes a
-third of the user time. Here is only what needs no decision: whatever is not plain goes back to the caller.
+does one thing for a slice of sequences and then the next, with little to bring back into the caches, takes
+half of the user time. Here is only what needs no decision: whatever is not plain goes back to the caller.
 
 The C is compiled into `native` when the package is installed. Where there is no compiler the Python is used,
 which says what the C means, and to which tests hold it. `IS_NATIVE` tells which it is.

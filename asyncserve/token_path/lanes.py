@@ -1,4 +1,4 @@
-"""Lanes in Python: what `native.c` means, for where it could not be compiled."""
+"""Lanes, what puts texts into them and what writes them, in Python."""
 
 import contextlib
 import os
