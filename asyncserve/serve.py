@@ -256,7 +256,7 @@ def build_http(
 
 
 def describe(config: ServerConfig) -> dict[str, Any]:
-    """Return the options, without secrets, the versions of what matters, and which form the token path has."""
+    """Return the options, without secrets, the versions of what matters, and the form of the token path."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "aiohttp", "uvloop"):
         versions[name] = metadata.version(name)
