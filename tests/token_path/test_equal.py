@@ -239,11 +239,11 @@ def test_lanes_and_rows_of_both_kinds_live_the_same_life() -> None:
     run_state_machine_as_test(Twins, settings=settings(max_examples=150, stateful_step_count=40))
 
 
-numbers = st.integers(-2, 40) | st.integers(-(2**40), 2**40)
+numbers = st.integers(0, 8) | st.integers(-(2**40), 2**40)
 SEQUENCES = st.lists(
     st.fixed_dictionaries(
         {
-            "token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=20),
+            "token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=8),
             "stop_token_ids": st.frozensets(st.integers(0, 6), max_size=3),
             "slot": st.integers(-1, 6),
             "max_len": numbers,

@@ -85,8 +85,9 @@ def deliveries(path: Implementation) -> dict[str, Watched]:
                 lane.texts.clear()
             row.last_token_s = bad.get("at_s")
 
+        ids = [*all_rows, *(state.sequence_id for state in all_states if isinstance(state, State))]
         objects = (text, now_s, last_s, token_id, unknown, table, lane, row, outbox, all_rows, all_states)
-        calls[name] = Watched(lambda: path.deliver(*arguments), *objects, *bad.values(), after=clean)
+        calls[name] = Watched(lambda: path.deliver(*arguments), *objects, *ids, *bad.values(), after=clean)
 
     add("all is well")
     add("not due", flush_len=NEVER)
