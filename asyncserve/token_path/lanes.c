@@ -216,6 +216,18 @@ static int note_token(TextRow *row, PyObject *now_s, PyObject *last_s, PyObject 
     return is_alike;
 }
 
+/* Return the text a row's lane takes for a token, borrowed; NULL if there is none, or with an exception. */
+static PyObject *text_of(TextRow *row, PyObject *token_id) {
+    PyObject *encoded = row->encoded, *lane = row->lane;
+    if (!encoded || encoded == Py_None || !lane || lane == Py_None) return NULL;
+    if (!PyDict_Check(encoded) || !PyObject_TypeCheck(lane, &TextLaneType)) {
+        PyErr_SetString(PyExc_TypeError, "a row's texts are a dict and its lane is a TextLane");
+        return NULL;
+    }
+    PyObject *text = PyDict_GetItemWithError(encoded, token_id);
+    return text == Py_None ? NULL : text;
+}
+
 static PyObject *deliver(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
     if (num_args != 8 || !PyDict_Check(args[0])) {
         PyErr_SetString(PyExc_TypeError, "deliver takes a dict of rows and seven more");
@@ -251,16 +263,14 @@ static PyObject *deliver(PyObject *module, PyObject *const *args, Py_ssize_t num
         int is_alike = note_token(row, now_s, last_s, gaps_s);
         if (is_alike < 0) goto done;
         num_alike += is_alike;
-        PyObject *text = NULL, *lane = row->lane;
-        if (row->encoded && PyDict_Check(row->encoded)) {
-            text = PyDict_GetItemWithError(row->encoded, token_id);
-            if (!text && PyErr_Occurred()) goto done;
-        }
-        if (text && text != Py_None && lane && PyObject_TypeCheck(lane, &TextLaneType)) {
-            int is_due = add_text((TextLane *)lane, text, outboxes);
+        PyObject *text = text_of(row, token_id);
+        if (text) {
+            int is_due = add_text((TextLane *)row->lane, text, outboxes);
             if (is_due < 0) goto done;
             row->num_passed++;
             num_due += is_due;
+        } else if (PyErr_Occurred()) {
+            goto done;
         } else if (append_pair(others, (PyObject *)row, token_id)) {
             goto done;
         }
@@ -341,11 +351,12 @@ static PyObject *write_lanes(PyObject *module, PyObject *const *args, Py_ssize_t
     PyObject *lanes = args[0], *result = NULL;
     Py_ssize_t num_lanes = PyList_GET_SIZE(lanes), flush_len = PyLong_AsSsize_t(args[1]);
     if (flush_len == -1 && PyErr_Occurred()) return NULL;
-    Py_ssize_t room = 0, len = 0, num_writes = 0, num_texts = 0;
+    Py_ssize_t room = 0, len = 0, num_texts = 0;
     char *data = NULL;
     Write *writes = PyMem_Malloc((num_lanes + 1) * sizeof *writes);
     PyObject *unwritten = PyList_New(0);
     if (!writes || !unwritten) goto done;
+    /* What may fail comes first: texts that were taken off a lane must be sent. */
     for (Py_ssize_t i = 0; i < num_lanes; i++) {
         TextLane *lane = (TextLane *)PyList_GET_ITEM(lanes, i);
         if (!PyObject_TypeCheck(lane, &TextLaneType)) {
@@ -353,20 +364,19 @@ static PyObject *write_lanes(PyObject *module, PyObject *const *args, Py_ssize_t
             goto done;
         }
         Py_ssize_t lane_room = room_for(lane);
-        if (lane_room < 0) {
-            if (append_pair(unwritten, (PyObject *)lane, Py_None)) goto done;
-            continue;
-        }
-        if (len + lane_room > room) {
-            room = 2 * room + num_lanes * lane_room;
-            char *larger = PyMem_Realloc(data, room);
-            if (!larger) goto done;
-            data = larger;
-        }
-        Write *write = &writes[num_writes++];
-        write->lane = lane;
+        writes[i] = (Write){.lane = lane, .fd = -1};
+        if (lane_room < 0) continue;
+        writes[i].num_texts = PyList_GET_SIZE(lane->texts);
+        room += lane_room;
+    }
+    data = PyMem_Malloc(room + 1);
+    if (!data) goto done;
+    for (Py_ssize_t i = 0; i < num_lanes; i++) {
+        Write *write = &writes[i];
+        TextLane *lane = write->lane;
+        if (write->num_texts) write->num_texts = PyList_GET_SIZE(lane->texts); /* It may be here twice. */
+        if (!write->num_texts) continue;
         write->fd = ((SocketHandle *)lane->socket)->fd;
-        write->num_texts = PyList_GET_SIZE(lane->texts);
         write->begin = len;
         write->len = put_write(data + len, lane) - (data + len);
         len += write->len;
@@ -374,7 +384,7 @@ static PyObject *write_lanes(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     /* Nobody changes lanes or closes sockets meanwhile: that is done by the thread that is here. */
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < num_writes; i++) {
+    for (Py_ssize_t i = 0; i < num_lanes; i++) {
         Write *write = &writes[i];
         ssize_t sent = -1;
         if (write->fd >= 0)
@@ -382,9 +392,13 @@ static PyObject *write_lanes(PyObject *module, PyObject *const *args, Py_ssize_t
         write->num_sent = sent < 0 ? 0 : sent; /* full, or closed */
     }
     Py_END_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < num_writes; i++) {
+    for (Py_ssize_t i = 0; i < num_lanes; i++) {
         Write *write = &writes[i];
         TextLane *lane = write->lane;
+        if (!write->num_texts) {
+            if (append_pair(unwritten, (PyObject *)lane, Py_None)) goto done;
+            continue;
+        }
         num_texts += write->num_texts;
         lane->num_quiet_ticks = 0;
         if (!lane->is_resting) lane->flush_len = flush_len;

@@ -146,7 +146,12 @@ def deliver(
         Where the slice ended; of how many rows the last token came with the step before; the times since the
         last token of the others that had one; rows and tokens without a text, for the caller to see to; the
         outboxes of lanes that are due.
+
+    Raises:
+        IndexError: The slice exceeds the tokens; nothing was done.
     """
+    if first < 0 or end > min(len(states), len(token_ids)):
+        raise IndexError("the slice exceeds the tokens")
     num_alike = num_due = 0
     gaps_s: list[float] = []
     others: list[tuple[Row, int]] = []

@@ -62,6 +62,10 @@ static PyObject *extend_digests(PyObject *module, PyObject *const *args, Py_ssiz
         PyErr_SetString(PyExc_TypeError, "a digest is of bytes");
         goto done;
     }
+    if (num_blocks <= PyList_GET_SIZE(digests)) {
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
     /* All digests that follow are as long as SHA-256's. */
     Py_ssize_t parent_len = PyBytes_GET_SIZE(parent) > 32 ? PyBytes_GET_SIZE(parent) : 32;
     room = PyMem_Malloc(parent_len + MOST_HEAD_LEN * (block_len + 3) + 1);

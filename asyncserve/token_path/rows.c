@@ -27,6 +27,11 @@ static void sequence_dealloc(SequenceRow *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+static int sequence_init(SequenceRow *self, PyObject *args, PyObject *keywords) {
+    static char *names[] = {NULL};
+    return PyArg_ParseTupleAndKeywords(args, keywords, "", names) ? 0 : -1;
+}
+
 static PyMemberDef sequence_members[] = {
     {"token_ids", T_OBJECT_EX, offsetof(SequenceRow, token_ids)},
     {"stop_token_ids", T_OBJECT_EX, offsetof(SequenceRow, stop_token_ids)},
@@ -46,6 +51,7 @@ PyTypeObject SequenceRowType = {
     .tp_basicsize = sizeof(SequenceRow),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)sequence_init,
     .tp_dealloc = (destructor)sequence_dealloc,
     .tp_traverse = (traverseproc)sequence_traverse,
     .tp_clear = (inquiry)sequence_clear,

@@ -92,8 +92,10 @@ def apply_rows(
         is none, or comes too late.
 
     Raises:
-        ValueError: There are more or fewer tokens.
+        ValueError: There are more or fewer tokens; nothing was done.
     """
+    if len(token_ids) != len(sequences):
+        raise ValueError("there is a token for each sequence")
     others: list[tuple[Row, int]] = []
     for sequence, token_id in zip(sequences, token_ids, strict=True):
         known = sequence.token_ids
@@ -106,6 +108,6 @@ def apply_rows(
         ):
             others.append((sequence, token_id))
         else:
-            sequence.num_unseen_tokens -= 1
             known.append(token_id)
+            sequence.num_unseen_tokens -= 1
     return others
