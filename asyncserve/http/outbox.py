@@ -51,11 +51,11 @@ class Outbox(list[PacedStream]):
         self.clear()
         num_texts, unwritten = write(streams, self._flush_len)
         for stream, rest in unwritten:
-            streams.remove(stream)
             try:
                 stream.write_rest(rest)
             except Exception:
                 # Its own affair: others wait behind it.
                 logger.exception("a stream could not be written")
                 stream.give_up()
-        self._note_writes(streams, num_texts)
+        apart = {stream for stream, _ in unwritten}
+        self._note_writes([stream for stream in streams if stream not in apart], num_texts)
