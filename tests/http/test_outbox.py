@@ -103,7 +103,7 @@ def test_a_stream_that_is_due_twice_is_written_once(ends: tuple[socket.socket, s
     outbox.write()
     assert far.recv(100) == b"<a>"
     assert stream.rests == [None], "with nothing to write"
-    assert notes == [([stream], 1)]
+    assert notes == [([], 1)], "it sees to itself"
 
 
 def test_a_stream_that_is_due_again_while_others_are_written_waits_for_the_next_time() -> None:
