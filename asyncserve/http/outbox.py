@@ -57,5 +57,7 @@ class Outbox(list[PacedStream]):
                 # Its own affair: others wait behind it.
                 logger.exception("a stream could not be written")
                 stream.give_up()
-        apart = {stream for stream, _ in unwritten}
-        self._note_writes([stream for stream in streams if stream not in apart], num_texts)
+        if unwritten:
+            apart = {stream for stream, _ in unwritten}
+            streams = [stream for stream in streams if stream not in apart]
+        self._note_writes(streams, num_texts)

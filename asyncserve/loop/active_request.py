@@ -64,7 +64,7 @@ class ActiveSequence(TextRow):
     back.
     """
 
-    __slots__ = ("is_bare", "owner", "state", "text_sink", "timeline", "tokenized", "wants_usage")
+    __slots__ = ("_texts", "is_bare", "owner", "state", "text_sink", "timeline", "tokenized", "wants_usage")
 
     def __init__(self, tokenized: TokenizedRequest, owner: ActiveRequest, state: DetokenizerState) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class ActiveSequence(TextRow):
             self.is_bare = False
         elif self.encoded is None:
             self.lane = lane
-            self.encoded = self.state.encoded_texts(sink.encode)
+            self.encoded = self._texts = self.state.encoded_texts(sink.encode)
             self.is_bare = not self.state.has_stop_strings
 
     def take(self, token_id: int, outboxes: list[Outbox]) -> RequestOutput | None:
@@ -123,5 +123,5 @@ class ActiveSequence(TextRow):
         text = self.state.take_bare(token_id)
         sink = self.text_sink
         assert sink is not None
-        self.encoded = self.state.encoded_texts(sink.encode) if self.state.is_clear else None
+        self.encoded = self._texts if self.state.is_clear else None
         return sink.encode(text) if text else b""

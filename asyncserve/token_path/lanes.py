@@ -115,7 +115,10 @@ def add_text(lane: TextLane, text: bytes, outboxes: list[Outbox]) -> None:
     """Put a text into its lane, and that into its outbox if it is due; `outboxes` are those of due lanes."""
     lane.texts.append(text)
     if len(lane.texts) == lane.flush_len:
-        if not any(outbox is lane.outbox for outbox in outboxes):
+        for outbox in outboxes:
+            if outbox is lane.outbox:
+                break
+        else:
             outboxes.append(lane.outbox)
         lane.outbox.append(lane)
 
