@@ -63,8 +63,8 @@ that of a process that was stopped or of a machine that slept, learns only now w
 APPLIED_CAPACITY = 2
 """Steps the detokenizer may be behind before it holds up the scheduler, which has supplied the device by
 then: more would only let tokens grow old, and their plans with them."""
-ROWS_PER_TURN = 512
-"""Rows of steps, applied or planned, after which the scheduler's stage gives way to the others: about 0.3 ms.
+ROWS_PER_TURN = 256
+"""Rows of steps, applied or planned, after which the scheduler's stage gives way to the others: about 0.15 ms.
 Where that is a plan, the device has it the sooner."""
 CHANGE_ROWS = 64
 """A sequence that arrives, is admitted, ends, or got more than a token counts as so many."""
