@@ -1,6 +1,6 @@
 # make run: serve the demo model.  make test: all tests and checks.  `make` alone lists the rest.
-# Nothing is installed outside $(VENV) and models/, but Debian's chromium by tests that root runs where there is
-# none; a second run skips what is done.
+# Nothing is installed outside $(VENV) and models/, but what is compiled of asyncserve/token_path, beside its
+# sources, and Debian's chromium by tests that root runs where there is none; a second run skips what is done.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -72,7 +72,9 @@ load: $(VENV)/.test
 	$(VENV)/bin/python -m loadtest --url $(URL) --scenario $(SCENARIO) --results loadtest/results/load.jsonl \
 	    --label "$$(git rev-parse --short HEAD 2>/dev/null)" $(LOAD_ARGS)
 
+# What an earlier one left in build/ would go into it.
 wheel: $(VENV)/.run
+	rm -rf build
 	$(VENV)/bin/python -m pip wheel . --no-deps --wheel-dir dist
 
 clean:
@@ -98,9 +100,12 @@ $(VENV)/.torch: requirements.txt | $(VENV)/.made
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' requirements.txt)
 	@touch $@
 
-$(VENV)/.run: requirements.txt pyproject.toml $(VENV)/.torch
+# Where the C cannot be compiled, pip says nothing and the same in Python is used.
+$(VENV)/.run: requirements.txt pyproject.toml setup.py $(wildcard asyncserve/token_path/*.[ch]) $(VENV)/.torch
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --no-build-isolation -e .
+	@$(VENV)/bin/python -c 'import asyncserve.token_path.native' 2>/dev/null || \
+	    echo 'No C compiler, or no headers of Python: streamed tokens will take more of the CPU. See README.' >&2
 	@touch $@
 
 $(VENV)/.test: requirements-test.txt $(VENV)/.run

@@ -2,7 +2,7 @@
 
 A block that holds known content is *stored* when others can find it, and *removed* when they cannot any more.
 Whoever applies all events in order, to an empty index at first, has the index of the pool. Digests are those
-of `loop/prefix_hash.py`.
+of `token_path/prefix_hash.py`.
 """
 
 from array import array

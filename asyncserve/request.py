@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from asyncserve.errors import AsyncserveError, InvalidRequest
 from asyncserve.grammar import Grammar
+from asyncserve.token_path import TextLane
 
 MAX_STOP_STRINGS = 64
 """More stop strings than this are refused: each is compared with every token."""
@@ -716,25 +717,12 @@ class OutputSink(Protocol):
         """Take the error that ends the whole request."""
 
 
-class TextLane(Protocol):
-    """A shorter way for tokens that mean nothing but their text: no `RequestOutput` is made of them.
-
-    Whoever has tokens appends their encoded texts to `texts`, none of them empty; with the one that would
-    make them `flush_len` it calls `flush` instead. Anything else goes by the sink's `put`, after `settle`.
-    """
-
-    texts: list[bytes]
-    flush_len: int
-
-    def flush(self, text: bytes) -> None:
-        """Send the texts, and behind them this one."""
-
-    def settle(self) -> int:
-        """Take the texts off, and return how many came this way since the last time."""
-
-
 class TextSink(ABC):
-    """An `OutputSink` that may have a `TextLane`."""
+    """An `OutputSink` that may have a lane, a shorter way for tokens that mean nothing but their text.
+
+    No `RequestOutput` is made of them: `token_path.deliver` puts their encoded texts into the lane. Anything
+    else goes by `put`, and behind what the lane holds.
+    """
 
     @staticmethod
     @abstractmethod

@@ -54,6 +54,7 @@ from asyncserve.metrics.vllm_names import VllmNames
 from asyncserve.observer import Observer, ObserverGroup
 from asyncserve.request import SamplingParams
 from asyncserve.step import Executor, ExecutorInfo
+from asyncserve.token_path import IS_NATIVE
 from asyncserve.tracing.otlp import TraceExporter
 from asyncserve.tracing.requests import RequestTracer
 from asyncserve.tracing.steps import StepTrace
@@ -255,12 +256,12 @@ def build_http(
 
 
 def describe(config: ServerConfig) -> dict[str, Any]:
-    """Return the options, without secrets, and the versions of what matters."""
+    """Return the options, without secrets, the versions of what matters, and the form of the token path."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "aiohttp", "uvloop"):
         versions[name] = metadata.version(name)
     options = {option.name: getattr(config, option.name) for option in fields(config) if option.repr}
-    return {"config": options, "versions": versions}
+    return {"config": options, "versions": versions, "token_path": "native" if IS_NATIVE else "python"}
 
 
 def build_tls(config: ServerConfig) -> Tls | None:
@@ -382,6 +383,8 @@ async def serve(config: ServerConfig, *, on_ready: Callable[[str], None] | None 
         await importing
         settle_collector()
         watching.append(asyncio.create_task(_collect_when_idle(engine), name="collect-garbage"))
+        if not IS_NATIVE:
+            logger.warning("installed without its part in C: streamed tokens take more of the CPU (README)")
         logger.info("ready on %s after %.1f s", url, time.monotonic() - started_s)
         if on_ready is not None:
             on_ready(url)

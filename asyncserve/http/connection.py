@@ -23,8 +23,9 @@ from aiohttp.http_writer import HttpVersion11
 from yarl import URL
 
 from asyncserve.http.body import unsupported_encoding
-from asyncserve.http.borrowed_socket import BorrowedSocket, borrow_socket
+from asyncserve.http.borrowed_socket import borrow_socket
 from asyncserve.http.failures import OURS, UNAVAILABLE_RETRY_S, Failure, response_to
+from asyncserve.token_path import SocketHandle
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class Connection(web.RequestHandler):
         self._bound = bound
         self._on_refused = on_refused
         self._is_refused = False
-        self.borrowed_socket: BorrowedSocket | None = None
+        self.borrowed_socket: SocketHandle | None = None
         """The connection's socket, for whoever streams to it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -173,7 +174,7 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Note the end of the connection; its socket is closed next."""
         if self.borrowed_socket is not None:
-            self.borrowed_socket.detach()
+            self.borrowed_socket.fd = -1
         if self._is_refused:
             self._bound.forget()
         else:

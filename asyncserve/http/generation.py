@@ -20,7 +20,6 @@ from aiohttp import web
 
 from asyncserve import __version__
 from asyncserve.errors import EngineError
-from asyncserve.http.borrowed_socket import BorrowedSocket
 from asyncserve.http.caller import Caller
 from asyncserve.http.connection import Connection
 from asyncserve.http.failures import failure_of
@@ -37,6 +36,7 @@ from asyncserve.request import (
     merge_all,
     total_usage,
 )
+from asyncserve.token_path import SocketHandle
 
 EVENT_STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -375,17 +375,17 @@ async def stream(
         engine.submit_all(requests, sinks)
         await events.due
         response = event_stream(http_request, request_id)
-        heads = serving.chunk_heads if http_request.version >= (1, 1) else None
+        is_chunked = http_request.version >= (1, 1)
         if not events.begun.done():
             # It takes long: the client gets its headers, and hears of a failure by an event.
-            events.attach(*await _prepare(response, http_request), heads=heads)
+            events.attach(*await _prepare(response, http_request), is_chunked=is_chunked)
             await events.begun
         if on_begun is not None and events.failure is None:
             await on_begun([sink.prompt_token_ids for sink in sinks])
         if events.failure is not None and not events.is_attached:
             raise events.failure
-        transport, borrowed_socket = await _prepare(response, http_request)
-        events.open(transport, borrowed_socket, heads=heads)
+        transport, handle = await _prepare(response, http_request)
+        events.open(transport, handle, is_chunked=is_chunked)
         if await events.ended is StreamEnd.STALLED:
             transport.abort()
         return response
@@ -405,7 +405,7 @@ def event_stream(http_request: web.Request, request_id: str) -> web.StreamRespon
 
 async def _prepare(
     response: web.StreamResponse, http_request: web.Request
-) -> tuple[asyncio.Transport, BorrowedSocket | None]:
+) -> tuple[asyncio.Transport, SocketHandle | None]:
     """Send the response's headers, if they are not out, and return the client's connection and its socket.
 
     Raises:

@@ -19,7 +19,7 @@ from asyncserve.http.logprobs import TokenTexts
 from asyncserve.http.parsers.registry import MessageFormat
 from asyncserve.http.responses.store import ResponseStore
 from asyncserve.http.schema import REQUEST_ID_PATTERN, BodyDecoder
-from asyncserve.http.sse import ChunkHeads, EscapedTexts
+from asyncserve.http.sse import EscapedTexts
 from asyncserve.http.write_pacing import WritePacer
 from asyncserve.loop.tokenizer import Tokenizer
 from asyncserve.observer import EngineStatistics
@@ -119,7 +119,6 @@ class Serving:
     responses: ResponseStore
     bodies: BodyDecoder = field(default_factory=BodyDecoder)
     escaped: EscapedTexts = field(default_factory=EscapedTexts)
-    chunk_heads: ChunkHeads = field(default_factory=ChunkHeads)
     serials: Iterator[int] = field(default_factory=itertools.count)
 
     def model_name(self, asked: str | None) -> str:

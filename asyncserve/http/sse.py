@@ -1,11 +1,11 @@
 """Streamed answers: outputs of the engine become server-sent events, written straight to the connection.
 
-No coroutine runs per token. Outputs come by `StreamSink.put`; texts of plain tokens come shorter still: the
-pipeline appends them, escaped, to `EventStream.texts` and calls `flush` with the one that makes them enough.
-How many events go into one write is `write_pacing`'s business; the first and the last go at once. The handler
-only awaits `EventStream.ended`. A client that reads too slowly has its outputs merged until its connection
-drains; what else becomes of it is `slow_reader`'s business. In a long silence, before the first event too, a
-stream is kept alive.
+No coroutine runs per token. Outputs come by `StreamSink.put`; texts of plain tokens come shorter still: an
+`EventStream` is a lane of `token_path`, which the `Outbox` writes when it has enough. How many events go into
+one write is `write_pacing`'s business; the first and the last go at once. The handler only awaits
+`EventStream.ended`. A client that reads too slowly has its outputs merged until its connection drains; what
+else becomes of it is `slow_reader`'s business. In a long silence, before the first event too, a stream is
+kept alive.
 An `EventStream` is one HTTP response; a `StreamSink` is one request in the engine; a completion call with
 several prompts has several sinks on one stream. Shapes are the `ChunkRenderer`'s business.
 
@@ -22,11 +22,12 @@ from typing import Protocol
 import orjson
 
 from asyncserve.errors import EngineError
-from asyncserve.http.borrowed_socket import BorrowedSocket
 from asyncserve.http.connection import WRITE_HIGH_BYTES, WRITE_LOW_BYTES
+from asyncserve.http.outbox import PacedStream
 from asyncserve.http.slow_reader import SlowReader, Verdict
-from asyncserve.http.write_pacing import NEVER, WritePacer
+from asyncserve.http.write_pacing import WritePacer
 from asyncserve.request import FinishReason, RequestOutput, TextSink, Usage, merge_all, total_usage
+from asyncserve.token_path import NEVER, SocketHandle
 
 BEHIND_POLL_S = 0.05
 """How often a connection that is behind is looked at."""
@@ -49,27 +50,6 @@ class EscapedTexts(dict[str, bytes]):
         if len(text) <= self.MAX_TEXT_LEN and len(self) < self.MAX_ENTRIES:
             self[text] = escaped
         return escaped
-
-
-class ChunkHeads(dict[int, bytes]):
-    """What HTTP/1.1's chunked framing puts before so many bytes; remembered, as it is for every token."""
-
-    MAX_REMEMBERED = 4096
-
-    def __missing__(self, size: int) -> bytes:
-        """Spell the size."""
-        head = b"%x\r\n" % size
-        if size < self.MAX_REMEMBERED:
-            self[size] = head
-        return head
-
-
-class NoHeads(dict[int, bytes]):
-    """The same for HTTP/1.0, which has no chunks."""
-
-    def __missing__(self, size: int) -> bytes:
-        """Give nothing."""
-        return b""
 
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -131,11 +111,11 @@ class StreamEnd(enum.Enum):
     STALLED = enum.auto()
 
 
-class EventStream:
+class EventStream(PacedStream):
     """One response's stream of events: framing, the client's pace, the end.
 
-    It is also the `TextLane` of its choice, if it has but one: `texts` are events whose frame is not yet
-    around them. What waits to be written is `_held`, then `texts`.
+    It is the lane of its choice, if it has but one: `texts` are events whose frame is not yet around them.
+    What waits to be written is `held`, then `texts`.
 
     Args:
         renderer: The endpoint's shapes.
@@ -148,30 +128,19 @@ class EventStream:
 
     # So many attributes that without slots each would be looked up in a table of the instance's own.
     __slots__ = (
-        "_after",
-        "_before",
-        "_between",
         "_clock",
         "_end",
         "_event_end",
-        "_frame_len",
-        "_heads",
-        "_held",
-        "_is_clocked",
         "_is_paused",
         "_loop",
         "_num_beginning",
         "_num_held",
-        "_num_quiet_ticks",
-        "_num_unsettled",
         "_on_pause",
         "_pacer",
         "_reader",
-        "_send",
         "_sinks",
         "_socket",
         "_stall_timeout_s",
-        "_tail",
         "_tick",
         "_tick_s",
         "_transport",
@@ -179,11 +148,8 @@ class EventStream:
         "due",
         "ended",
         "failure",
-        "flush_len",
-        "is_resting",
         "renderer",
         "takes_writes",
-        "texts",
     )
 
     def __init__(
@@ -196,7 +162,9 @@ class EventStream:
         keep_alive_s: float = 0.0,
         on_pause: Callable[[bool], None] = lambda is_paused: None,
     ) -> None:
+        super().__init__()
         loop = asyncio.get_running_loop()
+        self.outbox = pacer.outbox
         self.renderer = renderer
         self.begun: asyncio.Future[None] = loop.create_future()
         self.due: asyncio.Future[None] = loop.create_future()
@@ -204,35 +172,22 @@ class EventStream:
         self.ended: asyncio.Future[StreamEnd] = loop.create_future()
         self.failure: BaseException | None = None
         self.takes_writes = False
-        self.texts: list[bytes] = []
-        self.flush_len = NEVER
-        self.is_resting = False
         self._pacer = pacer
-        self._is_clocked = pacer.is_clocked
-        self._before = self._between = self._event_end = self._after = b""
-        # Empty nearly always, and then one object for all streams, which the processor's cache holds.
-        self._held: tuple[bytes, ...] = ()
+        self._event_end = b""
         self._num_held = 0
-        self._num_unsettled = 0
         self._loop = loop
         self._clock = clock
         self._stall_timeout_s = stall_timeout_s
         self._sinks: list[StreamSink] = []
         self._num_beginning = 0
         self._transport: asyncio.Transport | None = None
-        self._socket: BorrowedSocket | None = None
-        # Sends on the socket itself; None while that is not to be: the transport has something unsent.
-        self._send: Callable[[bytes], int] | None = None
-        self._heads: dict[int, bytes] = NoHeads()
-        self._frame_len = 0
-        self._tail = b""
+        self._socket: SocketHandle | None = None  # `socket`, also while the transport has something unsent
         self._end: StreamEnd | None = None
         self._reader: SlowReader | None = None
         self._on_pause = on_pause
         self._is_paused = False
         # Two ticks make the interval: one alone would let a silence of two intervals pass.
         self._tick_s = keep_alive_s / 2
-        self._num_quiet_ticks = 0
         self._tick: asyncio.TimerHandle | None = None
         if keep_alive_s > 0.0:
             self._tick = loop.call_later(self._tick_s, self._keep_alive)
@@ -265,33 +220,24 @@ class EventStream:
         return self._transport is not None
 
     def attach(
-        self,
-        transport: asyncio.Transport,
-        borrowed_socket: BorrowedSocket | None = None,
-        *,
-        heads: ChunkHeads | None,
+        self, transport: asyncio.Transport, handle: SocketHandle | None = None, *, is_chunked: bool
     ) -> None:
         """Keep the client's connection alive: the response's headers are out.
 
         Args:
             transport: The client's connection.
-            borrowed_socket: The socket below it, if texts may go there directly.
-            heads: For HTTP/1.1, whose body comes in chunks; None for a bare body.
+            handle: The socket below it, if texts may go there directly.
+            is_chunked: The body comes in chunks, as HTTP/1.1's do.
         """
         self._transport = transport
-        self._socket = borrowed_socket
-        if heads is not None:
-            self._heads, self._tail = heads, b"\r\n"
+        self._socket = handle
+        self.is_chunked = is_chunked
 
     def open(
-        self,
-        transport: asyncio.Transport,
-        borrowed_socket: BorrowedSocket | None = None,
-        *,
-        heads: ChunkHeads | None,
+        self, transport: asyncio.Transport, handle: SocketHandle | None = None, *, is_chunked: bool
     ) -> None:
         """Start writing: everything has begun, or failed; as `attach`, which may have been called before."""
-        self.attach(transport, borrowed_socket, heads=heads)
+        self.attach(transport, handle, is_chunked=is_chunked)
         for sink in self._sinks:
             sink.make_frames()
         self.takes_writes = True
@@ -299,11 +245,10 @@ class EventStream:
 
     def set_frame(self, before: bytes, after: bytes) -> None:
         """Prepare for `texts`: what stands before and after each in its event."""
-        self._before = before
-        self._between = after + before
+        self.before = before
+        self.between = after + before
+        self.after = after + b"\r\n" if self.is_chunked else after
         self._event_end = after
-        self._after = after + self._tail
-        self._frame_len = len(before) + len(after)
 
     @property
     def has_one_choice(self) -> bool:
@@ -327,38 +272,6 @@ class EventStream:
             self.failure = error
             self._begin()
 
-    def flush(self, text: bytes = b"") -> None:
-        """Write the waiting texts and one more, an event for each: the path of almost every token."""
-        texts = self.texts
-        if self._held:
-            if text:
-                texts.append(text)
-            self.write_events(())
-            return
-        self._num_quiet_ticks = 0
-        if texts:
-            if text:
-                texts.append(text)
-            num_texts = len(texts)
-            body = self._between.join(texts)
-            texts.clear()
-        else:
-            num_texts = 1
-            body = text
-        self._num_unsettled += num_texts
-        data = b"".join((self._heads[self._frame_len + len(body)], self._before, body, self._after))
-        if self._send is not None:
-            try:
-                num_sent = self._send(data)
-            except OSError:  # full, or closed: the transport sees to either
-                num_sent = 0
-            if num_sent != len(data) and not self._write(data[num_sent:]):
-                return
-        elif not self._write(data):
-            return
-        if self._is_clocked:
-            self._pacer.note_write(self, num_texts)
-
     def _write(self, data: bytes) -> bool:
         """Write through the transport; return whether the client is connected and not behind."""
         transport = self._transport
@@ -368,22 +281,16 @@ class EventStream:
             return False
         transport.write(data)
         num_unsent = transport.get_write_buffer_size()
-        self._send = self._socket.send if self._socket is not None and not num_unsent else None
+        self.socket = None if num_unsent else self._socket
         if num_unsent > WRITE_HIGH_BYTES:
             self._fall_behind(num_unsent)
             return False
         return True
 
-    def settle(self) -> int:
-        """Put events around the waiting texts, for others will follow; see `TextLane`."""
-        self._hold_texts()
-        num_texts, self._num_unsettled = self._num_unsettled, 0
-        return num_texts
-
     def hold(self, events: Sequence[bytes], num_tokens: int) -> None:
         """Take events of so many tokens; they are written when it is time."""
         self._hold_texts()
-        self._held += tuple(events)
+        self.held += tuple(events)
         self._num_held += num_tokens
         if self.is_resting:
             return
@@ -394,37 +301,47 @@ class EventStream:
             self.flush_len = num_more
 
     def end_rest(self) -> bool:
-        """Write what waits, if anything does; see `PacedStream`."""
+        """See `PacedStream`."""
         if not self.takes_writes:
             return False  # it is behind, or has ended
-        if self.texts or self._held:
-            self.flush()
+        if self.texts or self.held:
+            self.outbox.append(self)
             return True
         self.flush_len = self._pacer.flush_len
         return False
 
+    def write_rest(self, rest: bytes | None) -> None:
+        """See `PacedStream`."""
+        if rest is None:
+            self.write_events(())
+        elif self._write(rest):
+            self._pacer.note_writes((self,), 0)
+
+    def give_up(self) -> None:
+        """See `PacedStream`."""
+        self._finish(StreamEnd.FAILED)
+
     def write_events(self, events: Sequence[bytes]) -> None:
         """Write at once what waits, and events behind it."""
         self._hold_texts()
-        body = b"".join((*self._held, *events))
+        body = b"".join((*self.held, *events))
         num_tokens = max(self._num_held, len(events))
-        self._held = ()
+        self.held = ()
         self._num_held = 0
+        self.flush_len = NEVER if self.is_resting else self._pacer.flush_len
         if not body:
-            self.flush_len = NEVER if self.is_resting else self._pacer.flush_len
             return
-        self._num_quiet_ticks = 0
-        if self._write(b"".join((self._heads[len(body)], body, self._tail))):
-            self._pacer.note_write(self, num_tokens)
+        self.num_quiet_ticks = 0
+        if self._write(b"%x\r\n%b\r\n" % (len(body), body) if self.is_chunked else body):
+            self._pacer.note_writes((self,), num_tokens)
 
     def _hold_texts(self) -> None:
         """Put events around the waiting texts: one for each, or one for all if the client is behind."""
         texts = self.texts
         if texts:
-            body = (self._between if self.takes_writes else b"").join(texts)
-            self._held += (self._before + body + self._event_end,)
+            body = (self.between if self.takes_writes else b"").join(texts)
+            self.held += (self.before + body + self._event_end,)
             self._num_held += len(texts)
-            self._num_unsettled += len(texts)
             texts.clear()
 
     def take(self, events: list[bytes]) -> None:
@@ -444,9 +361,9 @@ class EventStream:
         self.takes_writes = False
         self.flush_len = NEVER
         self.texts.clear()
-        self._held = ()
+        self.held = ()
         self._end = self._end or StreamEnd.FAILED
-        self._transport = self._socket = self._send = None
+        self._transport = self._socket = self.socket = None
         if self._tick is not None:
             self._tick.cancel()
 
@@ -457,8 +374,8 @@ class EventStream:
     def _keep_alive(self) -> None:
         """Send something if nothing was sent for the time of two ticks."""
         self._tick = self._loop.call_later(self._tick_s, self._keep_alive)
-        self._num_quiet_ticks += 1
-        if self._num_quiet_ticks < 2 or self._end is not None:
+        self.num_quiet_ticks += 1
+        if self.num_quiet_ticks < 2 or self._end is not None:
             return
         if self._transport is None:
             if not self.due.done():

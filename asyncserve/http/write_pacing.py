@@ -5,16 +5,15 @@ are cheaper in fewer writes. A stream that was written to under load *rests* for
 where so many rest that there would be more than `JOINED_WRITES_PER_S`: what comes meanwhile is kept, and goes
 out in one write when its rest is over. Rests end in the order they began, in slices, by one timer; so the
 writes of many streams spread over the interval. Below the load, and with `stream_interval`, nobody rests.
-Knows no transport: streams write themselves.
+Knows no transport: what is due goes into an `Outbox`.
 """
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-logger = logging.getLogger(__name__)
+from asyncserve.http.outbox import Outbox, PacedStream
+from asyncserve.token_path import NEVER
 
 JOIN_INTERVAL_S = 0.004
 """How long a stream rests at least after a write under load."""
@@ -32,20 +31,6 @@ EARLY_S = 0.0005
 LEAST_DELAY_S = 0.001
 WRITES_PER_SLICE = 16
 """Writes in one iteration of the loop: about 0.1 ms, beside what a step needs of it."""
-NEVER = -1
-"""A `flush_len` that no number of texts reaches."""
-
-
-class PacedStream(Protocol):
-    """A stream of events, as the pacer sees it."""
-
-    is_resting: bool
-    """Whether the pacer will call `end_rest`."""
-    flush_len: int
-    """At how many waiting tokens it is to write."""
-
-    def end_rest(self) -> bool:
-        """Write what waits; return whether anything was written, after which it may rest again."""
 
 
 class WritePacer:
@@ -60,8 +45,9 @@ class WritePacer:
         self.flush_len = stream_interval or 1
         """At how many waiting tokens a stream that does not rest writes."""
         self._clock = clock
-        self.is_clocked = stream_interval is None
-        """Whether writes are to be noted, for some may have to be joined."""
+        self._is_clocked = stream_interval is None
+        self.outbox = Outbox(self.flush_len, self.note_writes)
+        """Of all its streams."""
         self._joins = False
         self._num_tokens = 0
         self._judged_s = clock()
@@ -74,21 +60,20 @@ class WritePacer:
         """Whether a stream that is written to rests."""
         return self._joins
 
-    def note_write(self, stream: PacedStream, num_tokens: int) -> None:
-        """Let a stream that has written rest, if it is to."""
+    def note_writes(self, streams: Sequence[PacedStream], num_tokens: int) -> None:
+        """Let streams that have written rest, if they are to; others have got their `flush_len` already."""
         self._num_tokens += num_tokens
-        if self._num_tokens >= JUDGED_TOKENS and self.is_clocked:
+        if self._num_tokens >= JUDGED_TOKENS and self._is_clocked:
             self._judge_load()
-        if stream.is_resting:
-            return
         if not self._joins:
-            stream.flush_len = self.flush_len
             return
-        stream.is_resting = True
-        stream.flush_len = NEVER
-        rest_s = max(JOIN_INTERVAL_S, len(self._resting) / JOINED_WRITES_PER_S)
-        self._resting.append((self._clock() + rest_s, stream))
-        if not self.is_waking:
+        for stream in streams:
+            if not stream.is_resting:
+                stream.is_resting = True
+                stream.flush_len = NEVER
+                rest_s = max(JOIN_INTERVAL_S, len(self._resting) / JOINED_WRITES_PER_S)
+                self._resting.append((self._clock() + rest_s, stream))
+        if self._resting and not self.is_waking:
             self.is_waking = True
             asyncio.get_running_loop().call_later(JOIN_INTERVAL_S, self._wake)
 
@@ -107,11 +92,8 @@ class WritePacer:
         while resting and resting[0][0] <= due_s and num_writes < WRITES_PER_SLICE:
             _, stream = resting.popleft()
             stream.is_resting = False
-            try:
-                num_writes += stream.end_rest()
-            except Exception:
-                # Its own affair: the other streams wait behind it.
-                logger.exception("a stream could not be written")
+            num_writes += stream.end_rest()
+        self.outbox.write()
         self.is_waking = bool(resting)
         if resting:
             delay_s = resting[0][0] - due_s

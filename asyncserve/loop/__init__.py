@@ -41,7 +41,6 @@ Files in the order a request meets them:
 * swap_cost: whether a preempted sequence comes back cheaper from there or computed again
 * kv_pool: the blocks that all groups share: reference counts, free list in eviction order, prefix index
 * cache_log: what becomes of the prefix cache, for who publishes it
-* prefix_hash: chained hash of a block's tokens
 * best_of: more continuations than are given, and the best of them
 * detokenizer: token ids to text, incrementally
 * stop_strings: where a stop string begins in text that still grows

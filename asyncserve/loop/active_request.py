@@ -8,18 +8,18 @@ alone; knows no step and no channel.
 
 from asyncserve.grammar import Grammar
 from asyncserve.loop.admission import estimated_len
-from asyncserve.loop.detokenizer import DetokenizerState, EncodedTexts
+from asyncserve.loop.detokenizer import DetokenizerState
 from asyncserve.loop.queue_bounds import Load
 from asyncserve.observer import RequestTimeline
 from asyncserve.request import (
     OutputSink,
     Request,
     RequestOutput,
-    TextLane,
     TextSink,
     TokenDelta,
     TokenizedRequest,
 )
+from asyncserve.token_path import Outbox, TextRow, add_text
 
 
 class ActiveRequest:
@@ -57,42 +57,30 @@ class ActiveRequest:
         self.has_ended = False
 
 
-class ActiveSequence:
-    """One of a request's sequences on the way back: where its deltas go."""
+class ActiveSequence(TextRow):
+    """One of a request's sequences on the way back: where its deltas go.
 
-    __slots__ = (
-        "encoded",
-        "is_bare",
-        "lane",
-        "last_token_s",
-        "owner",
-        "state",
-        "text_sink",
-        "texts",
-        "timeline",
-        "tokenized",
-        "wants_usage",
-    )
+    It has a lane while plain tokens may take the short way; `encoded`, while no bytes of a character are held
+    back.
+    """
+
+    __slots__ = ("_texts", "is_bare", "owner", "state", "text_sink", "timeline", "tokenized", "wants_usage")
 
     def __init__(self, tokenized: TokenizedRequest, owner: ActiveRequest, state: DetokenizerState) -> None:
+        super().__init__()
         self.tokenized = tokenized
         self.owner = owner
         self.state = state
         self.timeline = owner.timelines[tokenized.index]
         self.wants_usage = owner.sink.wants_usage
-        self.last_token_s: float | None = None
         self.text_sink = owner.sink if isinstance(owner.sink, TextSink) else None
-        # Set while plain tokens may take the short way.
-        self.lane: TextLane | None = None
-        self.texts: list[bytes] = []
-        self.encoded: EncodedTexts | None = None  # and while no bytes of a character are held back
-        self.is_bare = False  # and what `encoded` lacks may take it as well
+        self.is_bare = False  # what `encoded` lacks may take the short way as well
 
     def feed(self, delta: TokenDelta) -> RequestOutput:
         """Give the sink what it is to hear of a delta, and return that."""
-        state, lane = self.state, self.lane
-        if lane is not None:
-            state.note_passed(lane.settle())
+        state = self.state
+        state.note_passed(self.num_passed)
+        self.num_passed = 0
         output = state.feed(delta)
         if self.wants_usage and output.usage is None:
             output.usage = state.usage()
@@ -108,14 +96,32 @@ class ActiveSequence:
             self.lane = self.encoded = None
             self.is_bare = False
         elif self.encoded is None:
-            self.lane, self.texts = lane, lane.texts
-            self.encoded = self.state.encoded_texts(sink.encode)
+            self.lane = lane
+            self.encoded = self._texts = self.state.encoded_texts(sink.encode)
             self.is_bare = not self.state.has_stop_strings
 
-    def bare_text(self, token_id: int) -> bytes:
+    def take(self, token_id: int, outboxes: list[Outbox]) -> RequestOutput | None:
+        """Take a token whose text `deliver` did not know; return what the sink was given, if not a text.
+
+        Args:
+            token_id: The token.
+            outboxes: As for `add_text`.
+        """
+        text = None if self.encoded is None else self.encoded[token_id]
+        if text is None and self.is_bare:
+            text = self._bare_text(token_id)
+        if text is None:
+            return self.feed(TokenDelta(self.tokenized.sequence_id, (token_id,)))
+        if text:
+            assert self.lane is not None
+            add_text(self.lane, text, outboxes)
+            self.num_passed += 1
+        return None
+
+    def _bare_text(self, token_id: int) -> bytes:
         """Return what a token adds to the lane: nothing, if it is part of a character or a special token."""
         text = self.state.take_bare(token_id)
         sink = self.text_sink
         assert sink is not None
-        self.encoded = self.state.encoded_texts(sink.encode) if self.state.is_clear else None
+        self.encoded = self._texts if self.state.is_clear else None
         return sink.encode(text) if text else b""

@@ -62,15 +62,41 @@ class _Texts(dict[int, str | None]):
         return encoded
 
 
+class _Continuations(dict[tuple[bytes, int], tuple[str, bytes]]):
+    """(waiting bytes of a character, token id) → characters that the token completes, bytes that wait then.
+
+    Scripts and emoji whose characters are several tokens have few of them, which come again and again.
+    """
+
+    MAX_ENTRIES = 100_000
+
+    __slots__ = ("_texts",)
+
+    def __init__(self, texts: "_TextTable") -> None:
+        super().__init__()
+        self._texts = texts
+
+    def __missing__(self, key: tuple[bytes, int]) -> tuple[str, bytes]:
+        waiting, token_id = key
+        decoder = _Utf8Decoder("replace")
+        decoder.setstate((waiting, 0))
+        text = decoder.decode(self._texts.bytes_of(token_id))
+        found = (text, decoder.getstate()[0])
+        if len(self) < self.MAX_ENTRIES:
+            self[key] = found
+        return found
+
+
 class _TextTable(_Texts):
     """Token id → text, filled on first use; None where the bytes are no whole characters by themselves."""
 
-    __slots__ = ("_skip_special_tokens", "_tokenizer")
+    __slots__ = ("_skip_special_tokens", "_tokenizer", "continued")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         super().__init__()
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self.continued = _Continuations(self)
 
     def __missing__(self, token_id: int) -> str | None:
         text: str | None
@@ -143,7 +169,6 @@ class DetokenizerState:
     """
 
     __slots__ = (
-        "_decoder",
         "_held",
         "_includes_stop",
         "_index",
@@ -157,6 +182,7 @@ class DetokenizerState:
         "_stops",
         "_strips",
         "_texts",
+        "_waiting",
         "is_finished",
         "num_output_tokens",
     )
@@ -175,7 +201,7 @@ class DetokenizerState:
         self._num_cached_tokens = 0
         self._texts = texts
         self._safe_texts = safe_texts
-        self._decoder: codecs.IncrementalDecoder | None = None  # only while bytes of a character wait
+        self._waiting = b""  # bytes of a character
         self._stops = stops
         self._stop_state = 0
         self._held = ""
@@ -211,7 +237,7 @@ class DetokenizerState:
         token with characters is not counted here; see `note_passed`.
         """
         text = self._text_of(token_id)
-        self._is_clear = self._decoder is None
+        self._is_clear = not self._waiting
         if not text:
             self.num_output_tokens += 1
         return text
@@ -267,7 +293,7 @@ class DetokenizerState:
             self.num_output_tokens += 1
             if self._includes_stop:
                 pieces.append(self._texts.bytes_of(token_ids[-1]).decode("utf-8", "replace"))
-        self._is_clear = not (self._held or self._strips or self._decoder is not None or self.is_finished)
+        self._is_clear = not (self._held or self._strips or self._waiting or self.is_finished)
         return RequestOutput(
             self._index,
             "".join(pieces),
@@ -282,20 +308,17 @@ class DetokenizerState:
 
     def _text_of(self, token_id: int) -> str:
         """Return the characters that the token completes."""
-        decoder = self._decoder
-        if decoder is None:
+        if not self._waiting:
             text = self._texts[token_id]
             if text is not None:
                 return text
-            decoder = _Utf8Decoder("replace")
-        text = decoder.decode(self._texts.bytes_of(token_id))
-        self._decoder = decoder if decoder.getstate()[0] else None
+        text, self._waiting = self._texts.continued[self._waiting, token_id]
         return text
 
     def _rest_of_character(self) -> str:
         """Return U+FFFD if the sequence ends within a character."""
-        decoder, self._decoder = self._decoder, None
-        return "" if decoder is None else decoder.decode(b"", final=True)
+        waiting, self._waiting = self._waiting, b""
+        return waiting.decode("utf-8", "replace")
 
     def _take(self, text: str, pieces: list[str]) -> str | None:
         """Move new text through the stop strings; what can go out is appended to `pieces`.

@@ -4,8 +4,8 @@
                                         └─► applied ─detokenize─► sinks
 
 Takes `ActiveRequest`s, gives `RequestOutput`s to their sinks. The first stage is `intake`'s, the others are
-here. Decisions are elsewhere: what runs in `scheduler`, what text tokens make in `detokenizer`; the
-coroutines only move values, once per step and never once per token.
+here. Decisions are elsewhere: what runs in `scheduler`, what text tokens make in `detokenizer`; what is done
+once per token is `token_path`'s; the coroutines only move values.
 
 The one cycle (schedule → launch → collect → schedule) cannot block: the scheduler plans at most
 `max_unapplied` steps ahead, and the cycle's channels hold as many. Everything else points forward, and an
@@ -51,6 +51,7 @@ from asyncserve.request import (
     TokenDelta,
 )
 from asyncserve.step import Executor, ExecutorInfo, StepOutput, StepPlan
+from asyncserve.token_path import Outbox, deliver
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ that of a process that was stopped or of a machine that slept, learns only now w
 APPLIED_CAPACITY = 2
 """Steps the detokenizer may be behind before it holds up the scheduler, which has supplied the device by
 then: more would only let tokens grow old, and their plans with them."""
-ROWS_PER_TURN = 512
-"""Rows of steps, applied or planned, after which the scheduler's stage gives way to the others: about 0.3 ms.
+ROWS_PER_TURN = 256
+"""Rows of steps, applied or planned, after which the scheduler's stage gives way to the others: about 0.15 ms.
 Where that is a plan, the device has it the sooner."""
 CHANGE_ROWS = 64
 """A sequence that arrives, is admitted, ends, or got more than a token counts as so many."""
@@ -492,10 +493,11 @@ class Pipeline:
             DeviceLost: Likewise; `DeviceHung` if it has not ended within the time a step may take.
         """
         try:
-            done, _ = await asyncio.wait((step,), timeout=self._step_timeout_s)
-            if not done:
-                done, _ = await asyncio.wait((step,), timeout=HEARING_S)
-            if not done:
+            if not step.done():
+                await asyncio.wait((step,), timeout=self._step_timeout_s)
+            if not step.done():
+                await asyncio.wait((step,), timeout=HEARING_S)
+            if not step.done():
                 raise DeviceHung(f"step {plan.step_id} has not ended within {self._step_timeout_s:g} s")
             return step.result()
         finally:
@@ -512,66 +514,56 @@ class Pipeline:
             step_id, began_s = completion.plan.step_id, self._clock()
             num_alike = 0  # sequences whose last token came with the step before
             gaps_s: list[float] = []
-            for first in range(0, len(plain), PLAIN_SLICE_LEN):
-                end = first + PLAIN_SLICE_LEN
-                if first or num_since_yield >= SLICE_LEN:
+            position = 0
+            while position < len(plain):
+                if position or num_since_yield >= SLICE_LEN:
                     num_since_yield = 0
                     began_s = await self._give_way(step_id, began_s)
-                # Once per token of every stream: no call but those that write.
-                for state, token_id in zip(plain[first:end], plain_ids[first:end], strict=True):
-                    sequence = sequences.get(state.sequence_id)
-                    if sequence is None:
-                        continue  # aborted while the token was on its way
-                    if sequence.last_token_s is last_s:
-                        num_alike += 1
-                    elif sequence.last_token_s is not None:
-                        gaps_s.append(now_s - sequence.last_token_s)
-                    sequence.last_token_s = now_s
-                    try:
-                        encoded = sequence.encoded
-                        text = None if encoded is None else encoded[token_id]
-                        if text is None and sequence.is_bare:
-                            text = sequence.bare_text(token_id)
-                        if text is not None:
-                            if not text:
-                                continue
-                            texts, lane = sequence.texts, sequence.lane
-                            if len(texts) + 1 != lane.flush_len:  # type: ignore[union-attr]
-                                texts.append(text)
-                                continue
-                            lane.flush(text)  # type: ignore[union-attr]
-                        else:
-                            output = sequence.feed(TokenDelta(state.sequence_id, (token_id,)))
-                            if output.finish_reason is not None:
-                                self._finish(sequence, output.finish_reason, tell_scheduler=True)
-                                num_since_yield += END_WEIGHT
-                    except Exception:
-                        self._sink_raised(sequence.owner)
-                    num_since_yield += 1
+                end = min(position + PLAIN_SLICE_LEN, len(plain))
+                most = SLICE_LEN - num_since_yield
+                position, num_before, slice_gaps_s, others, outboxes = deliver(
+                    sequences, plain, plain_ids, position, end, most, now_s, last_s
+                )
+                num_alike += num_before
+                gaps_s += slice_gaps_s
+                for sequence, token_id in others:
                     if num_since_yield >= SLICE_LEN:
+                        _write(outboxes)
                         num_since_yield = 0
                         began_s = await self._give_way(step_id, began_s)
+                    num_since_yield += 1
+                    if sequence.tokenized.sequence_id not in sequences:
+                        continue  # aborted meanwhile
+                    try:
+                        output = sequence.take(token_id, outboxes)
+                    except Exception:
+                        self._sink_raised(sequence.owner)
+                        continue
+                    if output is not None and output.finish_reason is not None:
+                        self._finish(sequence, output.finish_reason, tell_scheduler=True)
+                        num_since_yield += END_WEIGHT
+                num_since_yield += _write(outboxes)
             for delta in deltas:
                 if num_since_yield >= SLICE_LEN:
                     num_since_yield = 0
                     began_s = await self._give_way(step_id, began_s)
                 num_since_yield += 1
-                sequence = sequences.get(delta.sequence_id)
-                if sequence is None:
+                row = sequences.get(delta.sequence_id)
+                if row is None:
                     continue
                 if delta.token_ids:
-                    if sequence.last_token_s is not None:
-                        gaps_s.append(now_s - sequence.last_token_s)
+                    if row.last_token_s is not None:
+                        gaps_s.append(now_s - row.last_token_s)
                     else:
-                        observer.first_token(sequence.timeline, len(delta.token_ids))
-                    sequence.last_token_s = now_s
+                        observer.first_token(row.timeline, len(delta.token_ids))
+                    row.last_token_s = now_s
                 try:
-                    output = sequence.feed(delta)
+                    output = row.feed(delta)
                 except Exception:
-                    self._sink_raised(sequence.owner)
+                    self._sink_raised(row.owner)
                     continue
                 if output.finish_reason is not None:
-                    self._finish(sequence, output.finish_reason, tell_scheduler=delta.finish_reason is None)
+                    self._finish(row, output.finish_reason, tell_scheduler=delta.finish_reason is None)
                     num_since_yield += END_WEIGHT
             if num_alike:
                 gaps_s += [now_s - last_s] * num_alike
@@ -661,6 +653,15 @@ class Pipeline:
             started_s = self._clock()
             await asyncio.sleep(interval_s)
             self._observer.loop_lag(max(0.0, self._clock() - started_s - interval_s))
+
+
+def _write(outboxes: list[Outbox]) -> int:
+    """Write what lanes that are due hold, and return how many those were."""
+    num_lanes = sum(map(len, outboxes))
+    for outbox in outboxes:
+        outbox.write()
+    outboxes.clear()
+    return num_lanes
 
 
 def _fail_sink(active: ActiveRequest, error: AsyncserveError) -> None:

@@ -12,8 +12,8 @@ from asyncserve.kv_spec import NULL_BLOCK, SlidingWindow
 from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.kv_managers import Find, FullAttentionManager
 from asyncserve.loop.kv_pool import KVBlockPool
-from asyncserve.loop.prefix_hash import block_digest, root_digest
 from asyncserve.loop.sequence import SequenceState
+from asyncserve.token_path import block_digest, extend_digests, root_digest
 
 _LEAST_HASHED = 64
 """Aligned blocks of a prompt that are hashed at once: 0.2 ms."""
@@ -64,10 +64,7 @@ class PrefixCache:
         if not digests:
             cache_salt = sequence.tokenized.request.cache_salt
             digests.append(block_digest(self._root_digest, token_ids[:block_len], cache_salt))
-        parent = digests[-1]
-        for start in range(len(digests) * block_len, num_blocks * block_len, block_len):
-            parent = block_digest(parent, token_ids[start : start + block_len])
-            digests.append(parent)
+        extend_digests(digests, token_ids, num_blocks, block_len)
 
     def reusable_blocks(self, sequence: SequenceState) -> int:
         """Return how many times `block_len` leading tokens the cache could spare if all were there.

@@ -11,10 +11,10 @@ A `SequenceState` is made by `Scheduler.add` and changed by the scheduler (block
 """
 
 import enum
-from array import array
 
 from asyncserve.observer import RequestTimeline
 from asyncserve.request import TokenizedRequest, TokenLogprobs
+from asyncserve.token_path import SequenceRow
 
 
 class SequenceStatus(enum.Enum):
@@ -49,7 +49,7 @@ class BlockTable:
         self.dropped: list[tuple[int, int]] = []
 
 
-class SequenceState:
+class SequenceState(SequenceRow):
     """Mutable state of one sequence, from arrival to its last release.
 
     Attributes:
@@ -75,29 +75,20 @@ class SequenceState:
     """
 
     __slots__ = (
-        "accepts_output",
         "block_digests",
         "block_table",
         "blocks_are_valid",
         "followers",
-        "last_step_id",
         "leader",
-        "max_len",
         "min_len",
         "num_cached_tokens",
-        "num_computed_tokens",
         "num_registered_blocks",
-        "num_unseen_tokens",
         "order",
-        "plain_until",
         "prompt_len",
         "prompt_logprobs",
         "sequence_id",
-        "slot",
         "status",
-        "stop_token_ids",
         "timeline",
-        "token_ids",
         "tokenized",
         "trial_len",
     )
@@ -115,7 +106,7 @@ class SequenceState:
         self.order = order
         self.sequence_id = tokenized.sequence_id
         self.status = SequenceStatus.WAITING
-        self.token_ids: array[int] = tokenized.prompt_token_ids[:]
+        self.token_ids = tokenized.prompt_token_ids[:]
         self.prompt_len = len(self.token_ids)
         self.max_len = self.prompt_len + tokenized.max_output_len
         # A grammar is complete when it is: before `min_tokens` the device ends it only if nothing else is

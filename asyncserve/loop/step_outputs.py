@@ -14,6 +14,7 @@ from asyncserve.loop.live_sequences import LiveSequences, StepInFlight
 from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.request import FinishReason, TokenDelta, TokenLogprobs
 from asyncserve.step import BAD_LOGITS, NO_TOKEN, StepOutput
+from asyncserve.token_path import apply_rows
 
 
 class StepDeltas(NamedTuple):
@@ -54,31 +55,19 @@ def apply_output(live: LiveSequences, entry: StepInFlight, output: StepOutput, n
     num_live = len(live.sequences)
     deltas: list[TokenDelta] = []
     sampling, sampled = entry.sampling, output.token_ids
-    num_plain, logprobs = entry.num_decodes, output.logprobs
-    others: set[SequenceState] = set()
-    # Once per token of every stream: no call.
-    for sequence, token_id in zip(sampling[:num_plain], sampled, strict=False):
-        token_ids = sequence.token_ids
-        if (
-            token_id in sequence.stop_token_ids
-            or len(token_ids) + 1 >= sequence.max_len
-            or token_id < 0
-            or not sequence.accepts_output
-            or (logprobs and sequence.slot in logprobs)
-        ):
-            others.add(sequence)
-            _apply_row(live, sequence, token_id, output, now_s, deltas)
-        else:
-            sequence.num_unseen_tokens -= 1
-            token_ids.append(token_id)
+    num_plain = entry.num_decodes
+    plain, plain_ids = sampling[:num_plain], sampled[:num_plain]
+    others = apply_rows(plain, plain_ids, output.logprobs or {})
+    for sequence, token_id in others:
+        _apply_row(live, sequence, token_id, output, now_s, deltas)
     for sequence, token_id in zip(sampling[num_plain:], sampled[num_plain:], strict=True):
         _apply_row(live, sequence, token_id, output, now_s, deltas)
     for beams in entry.searches:
         _apply_search(live, beams, output, now_s, deltas)
-    plain, plain_ids = sampling[:num_plain], sampled[:num_plain]
     if others:
-        plain_ids = [each for each, sequence in zip(plain_ids, plain, strict=True) if sequence not in others]
-        plain = [sequence for sequence in plain if sequence not in others]
+        told = {sequence for sequence, _ in others}
+        plain_ids = [each for each, sequence in zip(plain_ids, plain, strict=True) if sequence not in told]
+        plain = [sequence for sequence in plain if sequence not in told]
     if len(live.sequences) != num_live:
         live.drop_ended()
     if live.num_releasing:

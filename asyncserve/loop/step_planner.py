@@ -18,6 +18,7 @@ from asyncserve.loop.sequence import SequenceState, SequenceStatus
 from asyncserve.loop.step_limit import StepLimit
 from asyncserve.loop.waiting import by_order
 from asyncserve.step import StepPlan
+from asyncserve.token_path import plan_rows
 
 SCORED_TOKEN_COST = 2
 """What a prompt token takes of the budget when its log-probability is asked for: its logits are made, too."""
@@ -152,7 +153,6 @@ class StepPlanner:
         live = self._live
         step_id = draft.step_id
         decodes, slots, starts = draft.decodes, draft.decode_slots, draft.decode_starts
-        lacking: list[SequenceState] = []
         decoding = live.decoding
         num_decoding = len(decoding)
         if num_decoding > draft.budget_left:
@@ -161,38 +161,20 @@ class StepPlanner:
             turn = bisect_right(able, self._last_turn, key=by_order)
             decoding = (able[turn:] + able[:turn])[: draft.budget_left]
             self._last_turn = decoding[-1].order if decoding else self._last_turn
-        # Once per stream and step: no calls but those that make the row.
-        for sequence in decoding:
-            start = sequence.num_computed_tokens
-            if start >= sequence.plain_until:
-                if start + 1 < sequence.max_len:
-                    lacking.append(sequence)
-                continue
-            slots.append(sequence.slot)
-            starts.append(start)
-            decodes.append(sequence)
-            sequence.num_computed_tokens = start + 1
-            sequence.num_unseen_tokens += 1
-            sequence.last_step_id = step_id
-        allocator = live.allocator
+        lacking = plan_rows(decoding, step_id, slots, starts, decodes)
+        allocator, has_windows = live.allocator, live.allocator.has_windows
         for sequence in lacking:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             # Its last block is full and known, now that a new one begins.
-            if allocator.has_windows:
+            if has_windows:
                 allocator.prefix_cache.register(sequence)
                 allocator.drop_unseen(sequence)
             else:
                 live.unregistered[sequence] = None
             if not draft.cover_or_preempt(sequence, allocator.extend):
                 continue
-            start = sequence.num_computed_tokens
-            slots.append(sequence.slot)
-            starts.append(start)
-            decodes.append(sequence)
-            sequence.num_computed_tokens = start + 1
-            sequence.num_unseen_tokens += 1
-            sequence.last_step_id = step_id
+            plan_rows([sequence], step_id, slots, starts, decodes)
         if not decodes and len(live.decoding) < num_decoding > draft.budget_left:
             self._plan_decodes(draft)  # those whose turn it was were preempted: it is that of others
             return

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncserve.token_path import IS_NATIVE
 from loadtest.frontend.cost import Cost
 from loadtest.frontend.streaming import spread
 
@@ -165,6 +166,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "token_path": "native" if IS_NATIVE else "python",
         "busy": os.getloadavg()[0],
     }
 
@@ -174,7 +176,7 @@ def machine_line() -> str:
     facts = machine()
     return (
         f"{facts['processor']}, {facts['cores']} cores, Linux {facts['kernel']}, Python {facts['python']},"
-        f" load average {facts['busy']:.1f} at the end"
+        f" token path {facts['token_path']}, load average {facts['busy']:.1f} at the end"
     )
 
 

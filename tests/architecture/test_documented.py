@@ -25,7 +25,7 @@ def test_every_option_has_a_help_text(option: str) -> None:
     assert text.endswith("."), f"the text of option {option} is no sentence: {text}"
 
 
-@pytest.mark.parametrize("package", ["loop", "gpu", "http", "metrics", "tracing", "kv_events"])
+@pytest.mark.parametrize("package", ["loop", "gpu", "http", "metrics", "tracing", "kv_events", "token_path"])
 def test_a_packages_docstring_names_each_of_its_files(package: str) -> None:
     docstring = ast.get_docstring(parse(PACKAGE / package / "__init__.py")) or ""
     for path in (PACKAGE / package).iterdir():
@@ -53,7 +53,7 @@ def test_the_tree_in_the_readme_is_the_real_tree() -> None:
         path.relative_to(ROOT).as_posix()
         for folder in (PACKAGE, ROOT / "loadtest", ROOT / "monitoring")
         for path in folder.rglob("*")
-        if path.suffix in {".py", ".toml"} and path.name != "__init__.py"
+        if path.suffix in {".py", ".toml", ".c", ".h"} and path.name != "__init__.py"
     }
     inside = {path for path in listed if path.startswith(("asyncserve/", "loadtest/", "monitoring/"))}
     assert inside == real, f"only in the README: {inside - real}; not in it: {real - inside}"

@@ -24,7 +24,7 @@ TOP = [
     ["grammar"],
     ["gguf_config"],
     ["gguf_file"],
-    ["errors", "garbage", "allocator", "futures"],
+    ["errors", "garbage", "allocator", "futures", "token_path"],
 ]
 LOOP = [
     ["engine"],
@@ -41,7 +41,7 @@ LOOP = [
     ["tokenizer", "suspects", "waiting", "kv_groups", "stop_strings", "json_schema", "beam_search"],
     ["host_tier", "prefix_cache"],
     ["kv_managers"],
-    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "prefix_hash", "queue_bounds", "swap_cost"],
+    ["chat_template", "gguf_tokenizer", "sequence", "kv_pool", "queue_bounds", "swap_cost"],
     ["cache_log"],
 ]
 GPU = [
@@ -61,7 +61,8 @@ GPU = [
     ["staging", "completion"],
     ["device", "device_errors"],
 ]
-LAYERS: dict[str, list[list[str]]] = {"": TOP, "loop": LOOP, "gpu": GPU}
+TOKEN_PATH = [["lanes", "rows", "prefix_hash"]]
+LAYERS: dict[str, list[list[str]]] = {"": TOP, "loop": LOOP, "gpu": GPU, "token_path": TOKEN_PATH}
 
 THIRD_PARTIES: dict[str, set[str]] = {
     "torch": {"gpu"},
@@ -76,7 +77,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "yarl": {"http"},
     "orjson": {"http"},
     "msgspec": {"http", "kv_events"},
-    "cbor2": {"loop.prefix_hash"},
+    "cbor2": {"token_path.prefix_hash"},
     "zmq": {"kv_events.publisher"},
     "prometheus_client": {"metrics", "serve"},
     "opentelemetry": {"tracing.otlp"},

@@ -10,7 +10,6 @@ import pytest
 from asyncserve.errors import EngineStopped
 from asyncserve.http import sse
 from asyncserve.http.sse import (
-    ChunkHeads,
     EscapedTexts,
     EventStream,
     StreamEnd,
@@ -20,6 +19,7 @@ from asyncserve.http.sse import (
 )
 from asyncserve.http.write_pacing import WritePacer
 from asyncserve.request import FinishReason, RequestOutput, Usage
+from asyncserve.token_path import Outbox, add_text
 from tests.http.live import until
 
 
@@ -107,7 +107,7 @@ def make(
         base_index += number
     transport = Transport()
     if is_open:
-        stream.open(transport, heads=ChunkHeads() if is_chunked else None)
+        stream.open(transport, is_chunked=is_chunked)
     return stream, transport, sinks
 
 
@@ -171,7 +171,7 @@ async def test_outputs_before_the_stream_opens_come_out_at_once_as_one() -> None
     stream, transport, [sink] = make(1, is_open=False)
     for text in ("a", "b", "c"):
         sink.put(output(text))
-    stream.open(transport, heads=None)
+    stream.open(transport, is_chunked=False)
     assert events(transport) == ["0:^abc"]
 
 
@@ -218,7 +218,7 @@ async def test_what_was_kept_before_a_failure_comes_before_it(is_open: bool) -> 
     sink.put(output("", end=FinishReason.ERROR, error=EngineStopped("gone")))
     transport.unsent = 0
     if not is_open:
-        stream.open(transport, heads=None)
+        stream.open(transport, is_chunked=False)
     assert await stream.ended is StreamEnd.FAILED
     received = events(transport)
     assert received[-1] == "error gone"
@@ -335,7 +335,7 @@ async def test_no_text_is_lost_or_moved_however_the_client_reads(seed: int) -> N
     step = 0
     while open_choices:
         if step == opens_at:
-            stream.open(transport, heads=None)
+            stream.open(transport, is_chunked=False)
         sink, index, choice = draw.choice(open_choices)
         text = draw.choice(["", "a", "b", "c "])
         ends = step > 30 and draw.random() < 0.1
@@ -388,11 +388,10 @@ def lane_of(sink: StreamSink) -> EventStream:
 def pass_texts(lane: EventStream, *texts: str) -> None:
     """Do with texts what the pipeline does."""
     for text in texts:
-        encoded = StreamSink.encode(text)
-        if len(lane.texts) + 1 == lane.flush_len:
-            lane.flush(encoded)
-        else:
-            lane.texts.append(encoded)
+        outboxes: list[Outbox] = []
+        add_text(lane, StreamSink.encode(text), outboxes)
+        for outbox in outboxes:
+            outbox.write()
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -433,17 +432,17 @@ async def test_outputs_are_joined_as_bare_texts_are() -> None:
 
 
 async def test_output_between_bare_texts_keeps_its_place() -> None:
-    _, transport, [sink] = make(1, stream_interval=4)
+    stream, transport, [sink] = make(1, stream_interval=4)
     sink.put(output("a"))
     lane = lane_of(sink)
     pass_texts(lane, "b", "c")
-    assert lane.settle() == 2
+    assert stream.num_waiting == 2
     sink.put(output("d"))
-    assert lane.settle() == 0
+    assert stream.num_waiting == 3
     pass_texts(lane, "e")
+    assert stream.num_waiting == 0
     assert [write.count(b"data: ") for write in transport.writes] == [1, 4]
     assert events(transport) == [f"0:{text}" for text in ("^a", "b", "c", "d", "e")]
-    assert lane.settle() == 1
 
 
 async def test_failure_comes_behind_what_waits() -> None:
@@ -460,8 +459,8 @@ async def test_stream_under_load_joins_what_comes_within_the_interval() -> None:
     stream = EventStream(Renderer(), clock=clock, stall_timeout_s=60.0, pacer=pacer)
     sink = stream.add_sink(base_index=0, num_choices=1, wants_usage=False, escaped=EscapedTexts())
     transport = Transport()
-    stream.open(transport, heads=None)
-    pacer.note_write(stream, 1000)  # in no time
+    stream.open(transport, is_chunked=False)
+    pacer.note_writes((stream,), 1000)  # in no time
     sink.put(output("a"))
     assert len(transport.writes) == 1, "the first token does not wait"
     pass_texts(lane_of(sink), "b", "c")
@@ -482,7 +481,7 @@ async def test_slow_reader_gets_bare_texts_merged_when_it_has_drained() -> None:
     transport.unsent = 70_000
     pass_texts(lane, "b", "c", "d")
     assert sink.lane(0) is None, "what comes by outputs must come behind them"
-    assert lane.settle() == 3
+    assert stream.num_waiting == 2
     sink.put(output("e"))
     sink.put(output("f"))
     transport.unsent = 0

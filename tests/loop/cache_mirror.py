@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from asyncserve.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
 from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.kv_groups import KVAllocator
-from asyncserve.loop.prefix_hash import block_digest, root_digest
+from asyncserve.token_path import block_digest, root_digest
 
 
 class CacheMirror:

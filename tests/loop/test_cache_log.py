@@ -5,7 +5,7 @@ from asyncserve.kv_spec import FullAttention, KVGroup, SlidingWindow
 from asyncserve.loop.cache_log import CacheLog
 from asyncserve.loop.kv_groups import KVAllocator
 from asyncserve.loop.prefix_cache import _LEAST_HASHED
-from asyncserve.loop.prefix_hash import block_digest, root_digest
+from asyncserve.token_path import block_digest, root_digest
 from tests.loop.cache_mirror import CacheMirror
 from tests.loop.test_kv_groups import compute, group, sequence_of
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncserve.request import FinishReason, RequestOutput, TextLane, TextSink, Usage
+from asyncserve.request import FinishReason, RequestOutput, TextSink, Usage
+from asyncserve.token_path import TextLane
 from tests.fakes.engine import VOCAB_SIZE, bench
 from tests.fakes.executor import fake_info
 from tests.fakes.sink import RecordingSink
@@ -16,43 +17,39 @@ MANY_SLOTS = fake_info(
 )
 
 
-class Lane:
-    """Takes texts; written counts how often."""
+class Due(list["Lane"]):
+    """An outbox of lanes that write into lists."""
 
-    def __init__(self, flush_len: int, fails: bool) -> None:
-        self.texts: list[bytes] = []
+    def write(self) -> None:
+        for lane in self:
+            lane.num_writes += 1
+            lane.take()
+        self.clear()
+
+
+class Lane(TextLane):
+    """Its texts are received when it is written, or when an output comes behind them."""
+
+    __slots__ = ("num_writes", "received")
+
+    def __init__(self, flush_len: int) -> None:
+        super().__init__()
         self.flush_len = flush_len
+        self.outbox = Due()
         self.received: list[bytes] = []
-        self.num_flushes = 0
-        self.num_unsettled = 0
-        self._fails = fails
+        self.num_writes = 0
 
-    def flush(self, text: bytes) -> None:
-        if self._fails:
-            raise ZeroDivisionError
-        self.num_flushes += 1
-        self.texts.append(text)
-        self._take()
-
-    def settle(self) -> int:
-        self._take()
-        num_texts, self.num_unsettled = self.num_unsettled, 0
-        return num_texts
-
-    def _take(self) -> None:
+    def take(self) -> None:
         self.received += self.texts
-        self.num_unsettled += len(self.texts)
         self.texts.clear()
 
 
 class LaneSink(TextSink, RecordingSink):
     """Has a lane for every choice, from its first output on; `pieces` is all that came, in order."""
 
-    def __init__(
-        self, num_choices: int = 1, *, flush_len: int = 1, fails: bool = False, closes: bool = False
-    ) -> None:
+    def __init__(self, num_choices: int = 1, *, flush_len: int = 1, closes: bool = False) -> None:
         super().__init__(num_choices)
-        self.lanes = [Lane(flush_len, fails) for _ in range(num_choices)]
+        self.lanes = [Lane(flush_len) for _ in range(num_choices)]
         self.pieces: list[list[str]] = [[] for _ in range(num_choices)]
         self.num_outputs = 0
         self._closes = closes
@@ -66,7 +63,7 @@ class LaneSink(TextSink, RecordingSink):
 
     def put(self, output: RequestOutput) -> None:
         self.num_outputs += 1
-        assert not self.lanes[output.index].texts, "an output passed texts that came before it"
+        self.lanes[output.index].take()
         self.collect(output.index)
         self.pieces[output.index].append(output.text)
         super().put(output)
@@ -128,7 +125,7 @@ async def test_plain_tokens_make_no_output_of_their_own() -> None:
         b.send("x", sink=sink, max_tokens=42)
         await sink.wait()
         assert sink.num_outputs == 2, "the first and the last"
-        assert sink.lanes[0].num_flushes == 10
+        assert sink.lanes[0].num_writes == 10
         assert sink.collect(0) == "a" * 42
         assert sink.choice().usage == Usage(2, 42, 0)
 
@@ -172,15 +169,41 @@ async def test_gaps_are_those_of_each_sequence() -> None:
         assert ends == {4: 10.0, 2: 15.0}
 
 
-async def test_lane_that_raises_ends_its_own_request_alone() -> None:
+class FaultySink(LaneSink):
+    """Raises in one of its methods, with what is not the first output of its request."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def encode(self, text: str) -> bytes:  # type: ignore[override]
+        if self._fault == "encode":
+            raise ZeroDivisionError
+        return super().encode(text)
+
+    def lane(self, index: int) -> TextLane | None:
+        if self._fault == "lane":
+            raise ZeroDivisionError
+        return super().lane(index)
+
+    def put(self, output: RequestOutput) -> None:
+        super().put(output)
+        if self._fault == "put" and self.num_outputs == 2:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fault", ["encode", "lane", "put"])
+async def test_sink_that_raises_ends_its_own_request_alone(fault: str) -> None:
     async with bench(MANY_SLOTS) as b:
-        faulty, sound = LaneSink(fails=True), LaneSink()
+        faulty, sound = FaultySink(fault), LaneSink()
         b.send("x", "faulty", sink=faulty, max_tokens=30)
         b.send("x", "sound", sink=sound, max_tokens=30)
         await sound.wait()
         await faulty.wait()
-        assert faulty.error is not None
+        if fault != "put":  # it was the last, and has ended by then
+            assert faulty.error is not None
         assert sound.error is None
+        assert sound.choice().usage == Usage(2, 30, 0)
         await b.settle()
         assert b.observer.reasons[FinishReason.ERROR] == 1
 

@@ -417,7 +417,7 @@ class CacheGroup(Shape):
 
 
 class ServerInfo(msgspec.Struct):
-    """Answer of GET /server_info; besides these, versions and options."""
+    """Answer of GET /server_info; besides these, versions, options, and which form the token path has."""
 
     version: str
     model_names: Annotated[list[str], Meta(min_length=1)]

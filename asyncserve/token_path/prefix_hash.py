@@ -39,3 +39,21 @@ def _salt_key(cache_salt: str) -> str | bytes:
         return encoded.decode()
     except UnicodeDecodeError:
         return encoded
+
+
+def extend_digests(digests: list[bytes], token_ids: "array[int]", num_blocks: int, block_len: int) -> None:
+    """Append the digests of a sequence's blocks, as far as `num_blocks` of them.
+
+    Args:
+        digests: Of its first blocks, at least one.
+        token_ids: Of 32 bits each; as many as those blocks have.
+        num_blocks: How many digests there are to be.
+        block_len: Tokens of each.
+
+    Raises:
+        ValueError: There are fewer tokens.
+    """
+    if num_blocks * block_len > len(token_ids):
+        raise ValueError("there are fewer tokens than the blocks have")
+    for start in range(len(digests) * block_len, num_blocks * block_len, block_len):
+        digests.append(block_digest(digests[-1], token_ids[start : start + block_len]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncserve.loop.prefix_hash import block_digest, root_digest
+from asyncserve.token_path import block_digest, root_digest
 
 ROOT = root_digest("0")
 
