@@ -1,11 +1,11 @@
 """Streams whose events are due, written together.
 
-`token_path.write` writes those it can; the others, and what a socket did not take, see to themselves. One
-that cannot ends alone.
+`token_path.write` writes them; what it cannot, and what a socket did not take, streams see to themselves. One
+that fails ends alone.
 """
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from asyncserve.token_path import TextLane, write
@@ -13,7 +13,7 @@ from asyncserve.token_path import TextLane, write
 logger = logging.getLogger(__name__)
 
 
-class PacedStream(TextLane):
+class PacedStream(TextLane, ABC):
     """A stream of events, as those see it who say when it writes."""
 
     __slots__ = ()
@@ -24,11 +24,11 @@ class PacedStream(TextLane):
 
     @abstractmethod
     def write_rest(self, rest: bytes | None) -> None:
-        """Write what a socket did not take of a write; or, given None, all that waits."""
+        """Write what was not sent of a write; or, given None, all that waits."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """End at once: it cannot be written."""
+        """End at once, and break the connection off: it cannot be written."""
 
 
 class Outbox(list[PacedStream]):

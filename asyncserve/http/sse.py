@@ -319,6 +319,9 @@ class EventStream(PacedStream):
 
     def give_up(self) -> None:
         """See `PacedStream`."""
+        # What was sent may end within a chunk: the client is to see that it is not all.
+        if self._transport is not None:
+            self._transport.abort()
         self._finish(StreamEnd.FAILED)
 
     def write_events(self, events: Sequence[bytes]) -> None:

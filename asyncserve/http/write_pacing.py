@@ -93,7 +93,6 @@ class WritePacer:
             _, stream = resting.popleft()
             stream.is_resting = False
             num_writes += stream.end_rest()
-        self.outbox.write()
         self.is_waking = bool(resting)
         if resting:
             delay_s = resting[0][0] - due_s
@@ -102,3 +101,4 @@ class WritePacer:
                 loop.call_soon(self._wake)
             else:
                 loop.call_later(max(delay_s, LEAST_DELAY_S), self._wake)
+        self.outbox.write()  # last: whatever becomes of it, the others are woken

@@ -50,19 +50,13 @@ class BlockTable:
 
 
 class SequenceState(SequenceRow):
-    """Mutable state of one sequence, from arrival to its last release.
+    """Mutable state of one sequence, from arrival to its last release. What each token changes is the base's.
 
     Attributes:
-        order: Sort key: smaller is served first, greater is preempted first. token_ids: Prompt and outputs
-        known here; append-only but for rows of beam searches. max_len: Length at which it ends by length.
-        min_len: Below this length stop tokens do not end it. num_computed_tokens: Positions whose KV is
-        computed by steps planned so far (or was found cached). num_unseen_tokens: Tokens sampled by steps
-        planned and not applied. num_cached_tokens: Prompt tokens found in the prefix cache when it was first
-        scheduled; all of them if it began as a branch. plain_until: Before this position it decodes without
-        lacking a block or reaching its end. slot: Device row, -1 when it holds none. last_step_id:
-        Last plan that mentions it, -1 before the first.
-        accepts_output: Tokens of steps in flight count; false once ended, or preempted because they are
-        wrong.
+        order: Sort key: smaller is served first, greater is preempted first.
+        min_len: Below this length stop tokens do not end it.
+        num_cached_tokens: Prompt tokens found in the prefix cache when it was first scheduled; all of them if
+        it began as a branch.
         trial_len: Positions it must have computed to be suspected of failed steps no longer; 0 if it is not.
         blocks_are_valid: Its blocks hold what its tokens say; false after a failed step.
         block_digests: Chained digests of its full blocks (of the shortest blocks, if groups differ), as far

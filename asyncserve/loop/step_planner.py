@@ -162,12 +162,12 @@ class StepPlanner:
             decoding = (able[turn:] + able[:turn])[: draft.budget_left]
             self._last_turn = decoding[-1].order if decoding else self._last_turn
         lacking = plan_rows(decoding, step_id, slots, starts, decodes)
-        allocator, has_windows = live.allocator, live.allocator.has_windows
+        allocator = live.allocator
         for sequence in lacking:
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             # Its last block is full and known, now that a new one begins.
-            if has_windows:
+            if allocator.has_windows:
                 allocator.prefix_cache.register(sequence)
                 allocator.drop_unseen(sequence)
             else:

@@ -14,35 +14,28 @@ which says what the C means, and to which tests hold it. `IS_NATIVE` tells which
 
 from typing import TYPE_CHECKING
 
-from asyncserve.token_path.lanes import NEVER, Outbox, add_text
-from asyncserve.token_path.prefix_hash import block_digest, root_digest
+from asyncserve.token_path.lanes import (
+    NEVER,
+    Outbox,
+    SocketHandle,
+    TextLane,
+    TextRow,
+    add_text,
+    deliver,
+    write,
+)
+from asyncserve.token_path.prefix_hash import block_digest, extend_digests, root_digest
+from asyncserve.token_path.rows import SequenceRow, apply_rows, plan_rows
 
-if TYPE_CHECKING:
-    IS_NATIVE: bool
-    from asyncserve.token_path.lanes import SocketHandle, TextLane, TextRow, deliver, write
-    from asyncserve.token_path.prefix_hash import extend_digests
-    from asyncserve.token_path.rows import SequenceRow, apply_rows, plan_rows
-else:
+IS_NATIVE = False
+
+if not TYPE_CHECKING:
     try:
-        from asyncserve.token_path.native import (
-            SequenceRow,
-            SocketHandle,
-            TextLane,
-            TextRow,
-            apply_rows,
-            deliver,
-            extend_digests,
-            plan_rows,
-            write,
-        )
+        from asyncserve.token_path.native import *  # noqa: F403
 
         IS_NATIVE = True
-    except ImportError:
-        from asyncserve.token_path.lanes import SocketHandle, TextLane, TextRow, deliver, write
-        from asyncserve.token_path.prefix_hash import extend_digests
-        from asyncserve.token_path.rows import SequenceRow, apply_rows, plan_rows
-
-        IS_NATIVE = False
+    except ModuleNotFoundError:
+        pass  # one that is there and cannot be loaded is a fault of the installation
 
 __all__ = [
     "IS_NATIVE",

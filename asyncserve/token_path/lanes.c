@@ -245,7 +245,7 @@ static PyObject *deliver(PyObject *module, PyObject *const *args, Py_ssize_t num
         PyErr_SetString(PyExc_IndexError, "the slice exceeds the tokens");
         goto done;
     }
-    while (position < end && num_due + PyList_GET_SIZE(others) < most) {
+    while (position < end && num_due < most) {
         PyObject *token_id = PySequence_Fast_GET_ITEM(token_ids, position);
         PyObject *id = PyObject_GetAttr(PySequence_Fast_GET_ITEM(states, position), sequence_id_name);
         if (!id) goto done;
@@ -293,10 +293,10 @@ typedef struct {
     Py_ssize_t num_texts, begin, len, num_sent;
 } Write;
 
-/* Return how many bytes a lane's write has at most, -1 if it cannot be written here. */
+/* Return how many bytes a lane's write has at most, -1 if it cannot be made here. */
 static Py_ssize_t room_for(TextLane *lane) {
-    if (!lane->socket || Py_TYPE(lane->socket) != &SocketHandleType || !lane->held || !lane->texts ||
-        !PyTuple_Check(lane->held) || PyTuple_GET_SIZE(lane->held) || !PyList_Check(lane->texts) ||
+    if (!lane->socket || (lane->socket != Py_None && Py_TYPE(lane->socket) != &SocketHandleType) ||
+        !lane->held || !lane->texts || !PyTuple_Check(lane->held) || PyTuple_GET_SIZE(lane->held) || !PyList_Check(lane->texts) ||
         !lane->before || !PyBytes_Check(lane->before) || !lane->between || !PyBytes_Check(lane->between) ||
         !lane->after || !PyBytes_Check(lane->after))
         return -1;
@@ -356,7 +356,7 @@ static PyObject *write_lanes(PyObject *module, PyObject *const *args, Py_ssize_t
     Write *writes = PyMem_Malloc((num_lanes + 1) * sizeof *writes);
     PyObject *unwritten = PyList_New(0);
     if (!writes || !unwritten) goto done;
-    /* What may fail comes first: texts that were taken off a lane must be sent. */
+    /* What may fail comes first, as far as it can: texts that were taken off a lane must be sent. */
     for (Py_ssize_t i = 0; i < num_lanes; i++) {
         TextLane *lane = (TextLane *)PyList_GET_ITEM(lanes, i);
         if (!PyObject_TypeCheck(lane, &TextLaneType)) {
@@ -376,7 +376,7 @@ static PyObject *write_lanes(PyObject *module, PyObject *const *args, Py_ssize_t
         TextLane *lane = write->lane;
         if (write->num_texts) write->num_texts = PyList_GET_SIZE(lane->texts); /* It may be here twice. */
         if (!write->num_texts) continue;
-        write->fd = ((SocketHandle *)lane->socket)->fd;
+        write->fd = lane->socket == Py_None ? -1 : ((SocketHandle *)lane->socket)->fd;
         write->begin = len;
         write->len = put_write(data + len, lane) - (data + len);
         len += write->len;

@@ -42,7 +42,7 @@ class TextLane:
         texts: Encoded texts of tokens, none of them empty, in order.
         flush_len: At how many of them it goes into its outbox.
         outbox: A list, in C as well.
-        socket: Where it is written; None while that must be done in another way.
+        socket: Where it is written; None while that is done in another way: then a write is given back whole.
         before: What stands before the first text of a write.
         between: What stands between two.
         after: What stands behind the last.
@@ -141,7 +141,7 @@ def deliver(
         token_ids: One for each.
         first: Where the slice begins.
         end: Where it ends at the latest.
-        most: It ends, too, when so many lanes are due or tokens are left to the caller.
+        most: It ends, too, when so many lanes are due.
         now_s: When the step ended; becomes `last_token_s`.
         last_s: What became `last_token_s` with the step before, the same object.
 
@@ -160,7 +160,7 @@ def deliver(
     others: list[tuple[Row, int]] = []
     outboxes: list[Outbox] = []
     position = first
-    while position < end and num_due + len(others) < most:
+    while position < end and num_due < most:
         token_id = token_ids[position]
         row = rows.get(states[position].sequence_id)
         position += 1
@@ -190,21 +190,21 @@ def write(lanes: list[Lane], flush_len: int) -> tuple[int, list[tuple[Lane, byte
         flush_len: What those that do not rest get.
 
     Returns:
-        How many texts were written; and which lanes the caller must see to: with what the socket did not
-        take of the write, which counts as written, or with None: nothing could be done here.
+        How many texts were written; and which lanes the caller must see to: with what was not sent of the
+        write, which counts as written, or with None: no write could be made of what it holds.
     """
     num_texts = 0
     unwritten: list[tuple[Lane, bytes | None]] = []
     for lane in lanes:
         texts, handle = lane.texts, lane.socket
-        if handle is None or lane.held or not texts:
+        if lane.held or not texts:
             unwritten.append((lane, None))
             continue
         data = b"".join((lane.before, lane.between.join(texts), lane.after))
         if lane.is_chunked:
             data = b"%x\r\n%b" % (len(data) - 2, data)
         num_sent = 0
-        if handle.fd >= 0:
+        if handle is not None and handle.fd >= 0:
             with contextlib.suppress(OSError):  # full, or closed
                 num_sent = os.write(handle.fd, data)
         num_texts += len(texts)

@@ -1,7 +1,8 @@
 /* The extension `native`: `lanes.py`, `rows.py` and a part of `prefix_hash.py` in C.
 
    Types, arguments, results and errors are described there. Arguments of another type than described raise a
-   TypeError here, where Python might do. */
+   TypeError here, where Python might do; a lane with such attributes is given back by `write` as one that cannot be
+   written together with others. */
 
 #include "native.h"
 

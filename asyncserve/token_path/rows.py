@@ -6,18 +6,18 @@ from typing import TypeVar
 
 
 class SequenceRow:
-    """What changes of a sequence with each token.
+    """What planning and applying a token need of a sequence.
 
     Attributes:
-        token_ids: Prompt and outputs known here.
+        token_ids: Prompt and outputs known here; append-only but for rows of beam searches.
         stop_token_ids: Tokens that may end it.
         slot: Device row, -1 when it holds none.
         max_len: Length at which it ends by length.
         plain_until: Before this position it decodes without lacking a block or reaching its end.
-        num_computed_tokens: Positions whose KV is computed by steps planned so far.
+        num_computed_tokens: Positions whose KV is computed by steps planned so far, or was found cached.
         num_unseen_tokens: Tokens sampled by steps planned and not applied.
-        last_step_id: Last plan that mentions it.
-        accepts_output: Tokens of steps in flight count.
+        last_step_id: Last plan that mentions it, -1 before the first.
+        accepts_output: Tokens of steps in flight count; false once ended, or preempted since they are wrong.
     """
 
     __slots__ = (

@@ -406,6 +406,28 @@ async def test_bare_texts_make_the_events_that_outputs_make(is_chunked: bool) ->
     assert by_lane.writes == by_output.writes
 
 
+async def test_stream_that_cannot_be_written_breaks_its_connection_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Transport):
+        is_aborted = False
+
+        def write(self, data: Any) -> None:
+            raise ZeroDivisionError
+
+        def abort(self) -> None:
+            self.is_aborted = True
+
+    stream, _, [sink] = make(1, stream_interval=1)
+    sink.put(output("a"))
+    broken = Broken()
+    stream.attach(broken, is_chunked=False)  # type: ignore[arg-type]
+    pass_texts(lane_of(sink), "b")
+    assert broken.is_aborted, "what was sent may be half a chunk"
+    assert await stream.ended is StreamEnd.FAILED
+    assert "could not be written" in caplog.text
+
+
 async def test_given_number_of_tokens_goes_into_a_write_and_the_first_and_the_last_at_once() -> None:
     stream, transport, [sink] = make(1, is_chunked=True, stream_interval=3)
     sink.put(output("a"))

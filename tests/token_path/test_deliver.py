@@ -142,9 +142,7 @@ def test_only_the_slice_is_delivered(path: Implementation, first: int, end: int)
 
 
 @pytest.mark.parametrize("most", [-1, 0, 1, 3, 6, 7, 100])
-def test_a_slice_ends_when_so_many_lanes_are_due_or_tokens_left_to_the_caller(
-    path: Implementation, most: int
-) -> None:
+def test_a_slice_ends_when_so_many_lanes_are_due(path: Implementation, most: int) -> None:
     outbox: list[Any] = []
     rows = {}
     for i in range(18):  # one is due, one is left to the caller, one is neither
@@ -153,11 +151,10 @@ def test_a_slice_ends_when_so_many_lanes_are_due_or_tokens_left_to_the_caller(
         rows[i] = path.row(encoded=None if i % 3 == 1 else TABLE, lane=lane)
     steps = [(i, 1) for i in range(18)]
     position, _, _, others, _ = deliver(path, rows, steps, most=most)
-    num_told = len(others) + len(outbox)
-    assert num_told == max(0, min(most, 12))
-    assert position == (
-        0 if most <= 0 else 18 if most > 12 else (num_told - 1) // 2 * 3 + (num_told - 1) % 2 + 1
-    )
+    num_due = max(0, min(most, 6))
+    assert len(outbox) == num_due
+    assert position == (0 if most <= 0 else 18 if most > 6 else 3 * num_due - 2)
+    assert len(others) == position // 3 + (position % 3 == 2)
     rest = deliver(path, rows, steps, first=position)
     assert rest[0] == 18
     assert len(others) + len(rest[3]) + len(outbox) == 12

@@ -160,14 +160,26 @@ def test_to_a_socket_that_is_closed_nothing_is_sent(path: Implementation, pair: 
     sound.close()
 
 
-@pytest.mark.parametrize("case", ["no socket", "held", "no texts"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_write_of_a_lane_without_a_socket_is_given_back_whole(
+    path: Implementation, pair: Pair, is_chunked: bool
+) -> None:
+    lane = lane_to(path, pair, b"a", b"b", num_quiet_ticks=2, flush_len=9)
+    lane.socket, lane.is_chunked, lane.after = None, is_chunked, lane.after + b"\r\n" * is_chunked
+    whole = lane.before + lane.between.join(lane.texts) + lane.after
+    if is_chunked:
+        whole = b"%x\r\n%b" % (len(whole) - 2, whole)
+    assert path.write([lane], 3) == (2, [(lane, whole)])
+    assert (lane.texts, lane.flush_len, lane.num_quiet_ticks) == ([], 3, 0)
+    assert pair.read() == b""
+
+
+@pytest.mark.parametrize("case", ["held", "no texts"])
 def test_a_lane_that_cannot_be_written_here_is_left_as_it_is(
     path: Implementation, pair: Pair, case: str
 ) -> None:
     lane = lane_to(path, pair, b"a", num_quiet_ticks=2, flush_len=9)
-    if case == "no socket":
-        lane.socket = None
-    elif case == "held":
+    if case == "held":
         lane.held = (b"event",)
     else:
         lane.texts.clear()
@@ -203,7 +215,7 @@ def test_no_lanes_are_written_at_once(path: Implementation) -> None:
 def test_who_must_see_to_itself_comes_in_the_order_of_the_lanes(path: Implementation, pair: Pair) -> None:
     lanes = [lane_to(path, pair, b"%d" % i) for i in range(8)]
     for i in (1, 6):
-        lanes[i].socket = None
+        lanes[i].held = (b"event",)
     for i in (2, 5):
         lanes[i].socket.fd = -1
     num_texts, unwritten = path.write(lanes, 1)
