@@ -64,7 +64,7 @@ APPLIED_CAPACITY = 2
 """Steps the detokenizer may be behind before it holds up the scheduler, which has supplied the device by
 then: more would only let tokens grow old, and their plans with them."""
 ROWS_PER_TURN = 256
-"""Rows of steps, applied or planned, after which the scheduler's stage gives way to the others: at most 0.1 ms.
+"""Rows of steps, applied or planned, after which the scheduler's stage gives way to others: at most 0.1 ms.
 Where that is a plan, the device has it the sooner."""
 CHANGE_ROWS = 64
 """A sequence that arrives, is admitted, ends, or got more than a token counts as so many."""
