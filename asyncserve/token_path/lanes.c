@@ -296,9 +296,9 @@ typedef struct {
 /* Return how many bytes a lane's write has at most, -1 if it cannot be made here. */
 static Py_ssize_t room_for(TextLane *lane) {
     if (!lane->socket || (lane->socket != Py_None && Py_TYPE(lane->socket) != &SocketHandleType) ||
-        !lane->held || !lane->texts || !PyTuple_Check(lane->held) || PyTuple_GET_SIZE(lane->held) || !PyList_Check(lane->texts) ||
-        !lane->before || !PyBytes_Check(lane->before) || !lane->between || !PyBytes_Check(lane->between) ||
-        !lane->after || !PyBytes_Check(lane->after))
+        !lane->held || !PyTuple_Check(lane->held) || PyTuple_GET_SIZE(lane->held) ||
+        !lane->texts || !PyList_Check(lane->texts) || !lane->before || !PyBytes_Check(lane->before) ||
+        !lane->between || !PyBytes_Check(lane->between) || !lane->after || !PyBytes_Check(lane->after))
         return -1;
     Py_ssize_t num_texts = PyList_GET_SIZE(lane->texts);
     if (num_texts == 0) return -1;
