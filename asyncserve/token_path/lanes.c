@@ -302,8 +302,8 @@ static Py_ssize_t room_for(TextLane *lane) {
         return -1;
     Py_ssize_t num_texts = PyList_GET_SIZE(lane->texts);
     if (num_texts == 0) return -1;
-    Py_ssize_t len = (Py_ssize_t)CHUNK_HEAD_LEN + PyBytes_GET_SIZE(lane->before) + PyBytes_GET_SIZE(lane->after) +
-                     (num_texts - 1) * PyBytes_GET_SIZE(lane->between);
+    Py_ssize_t len = (Py_ssize_t)CHUNK_HEAD_LEN + (num_texts - 1) * PyBytes_GET_SIZE(lane->between) +
+                     PyBytes_GET_SIZE(lane->before) + PyBytes_GET_SIZE(lane->after);
     for (Py_ssize_t i = 0; i < num_texts; i++) {
         PyObject *text = PyList_GET_ITEM(lane->texts, i);
         if (!PyBytes_Check(text)) return -1;

@@ -1,8 +1,8 @@
 /* The extension `native`: `lanes.py`, `rows.py` and a part of `prefix_hash.py` in C.
 
    Types, arguments, results and errors are described there. Arguments of another type than described raise a
-   TypeError here, where Python might do; a lane with such attributes is given back by `write` as one that cannot be
-   written together with others. */
+   TypeError here, where Python might do; a lane with such attributes is given back by `write` as one of which
+   no write can be made. */
 
 #include "native.h"
 
@@ -14,7 +14,9 @@ int append_pair(PyObject *list, PyObject *first, PyObject *second) {
     return status;
 }
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "asyncserve.token_path.native", NULL, -1, NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "asyncserve.token_path.native", NULL, -1, NULL,
+};
 
 PyMODINIT_FUNC PyInit_native(void) {
     if (init_lanes() || init_rows() || init_hash()) return NULL;
